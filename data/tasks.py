@@ -62,19 +62,23 @@ def write_cups(path, per_move=80, moves=40, seed=11):
     rng = np.random.default_rng(seed)
     with open(path, "w") as f:
         for k in range(1, moves + 1):
-            for x, y in zip(*cups(rng, per_move, k)):
+            seen = set()
+            for x, y in zip(*cups(rng, per_move * 20, k)):                            # distinct games, all of them if few
+                if text(x) in seen or len(seen) == per_move:
+                    continue
+                seen.add(text(x))
                 f.write(json.dumps({"prompt": text(x), "answer": chr(y[-1]), "moves": k}, separators=(",", ":")) + "\n")
 
 
 def write_needles(path, n, count, seed=12):
-    """One question a line. The distance from needle to question is the field `distance`; at 96 it starts at 16."""
+    """One question a line. `distance` is that from needle to question rounded down to a power of two, to group by."""
     rng = np.random.default_rng([seed, n])
     with open(path, "w") as f:
         for i in range(count):
             x, keys, digits, at = haystack(rng, n, n - 2 - 16)
             j = i % len(keys)                                                         # early and late needles alike
             x[-2:] = ord("?"), keys[j]
-            line = {"prompt": text(x), "answer": chr(digits[j]), "length": n, "distance": int(n - 1 - (at[j] + 1))}
+            line = {"prompt": text(x), "answer": chr(digits[j]), "length": n, "distance": 1 << (int(n - 2 - at[j]).bit_length() - 1)}
             f.write(json.dumps(line, separators=(",", ":")) + "\n")
 
 
