@@ -386,7 +386,7 @@ def config(task, arch, T, L=4):
 TASK = {  # what all runs of a task share: optimiser, budget. `decay` is the closing part of the run with a falling rate
     "austen": dict(lr=3e-3, betas=(0.9, 0.95), wd=0.1, schedule="wsd", decay=0.3, balance=0.01, bytes=4096,
                    lengths=[256, 256, 512, 1024], steps=5000, every=100, save=100, goal=None),
-    "cups": dict(lr=4e-3, betas=(0.9, 0.98), wd=0.05, schedule="cosine", batch=64, moves=32, steps=3000, every=250,
+    "cups": dict(lr=4e-3, betas=(0.9, 0.98), wd=0.05, schedule="cosine", batch=64, moves=32, steps=2000, every=250,
                  save=500, goal=None),
     "needle": dict(lr=2e-3, betas=(0.9, 0.98), wd=0.05, schedule="wsd", decay=0.2, batch=32, steps=3000, every=50,
                    save=250, goal=0.999),
@@ -516,10 +516,48 @@ def train(r):
         f.write(json.dumps(out) + "\n")
 
 
+def tables():
+    """Every finished run, from data/curves/*.json, as Markdown."""
+    R = [json.load(open(f)) for f in sorted(glob.glob(os.path.join(CURVES, "*.json")))]
+
+    def table(title, head, rows):
+        print(f"### {title}\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}")
+        for row in rows:
+            print(f"| {' | '.join(str(z) for z in row)} |")
+        print()
+
+    cost = lambda r: [r["params"] + r["embed_and_head"], f"{r['steps']:,}", f"{r['train_flops'] / 1e15:.2f}",
+                      f"{r['wall_s'] / 60:.1f}", f"{r['cpu_s'] / 60:.1f}"]
+    costs = ["parameters", "steps", "PFLOP", "wall min", "cpu min"]
+    task = lambda t: [r for r in R if r["task"] == t]
+    for n in ("256", "1024"):
+        table(f"Austen, bits per byte on Northanger Abbey, stretches of {n} bytes", ["run"] + costs + [f"T={T}" for T in range(1, 7)],
+              [[r["name"]] + cost(r) + [r["bpb_" + n].get(str(T), "") for T in range(1, 7)] for r in task("austen")])
+    own = lambda r: r["by_loops"][str(r["draw"][0] if len(r["draw"]) == 1 else 3)]
+    group = {}
+    for r in task("cups"):
+        group.setdefault(r["name"].rsplit("-s", 1)[0], []).append(r)
+    spread = lambda v: f"{np.mean(v):.3f} ({min(v):.3f}-{max(v):.3f})" if len(v) > 1 else f"{v[0]:.3f}"
+    table("Cups, accuracy over the training length at the trained T (3 for random T): mean (min-max) over seeds",
+          ["run", "seeds", "applications"] + costs + ["all moves"] + [f"{k}-{k + 3}" for k in range(1, 41, 4)],
+          [[name, len(g), g[0]["applications"]] + cost(g[0]) + [spread([own(r)["all"] for r in g])] +
+           [f"{np.mean([own(r)['by4'][k] for r in g]):.2f}" for k in range(10)] for name, g in
+           sorted(group.items(), key=lambda z: -np.mean([own(r)["all"] for r in z[1]]))])
+    table("Cups, accuracy over the training length at another T: mean over seeds",
+          ["run", "seeds"] + [f"T={T}" for T in range(1, 11)],
+          [[name, len(g)] + [f"{np.mean([r['by_loops'][str(T)]['all'] for r in g]):.3f}" for T in range(1, 11)]
+           for name, g in group.items() if len(g[0]["by_loops"]) > 1])
+    lengths = ["96", "256", "512", "1024", "2048"]
+    table("Needles, accuracy by length (14 questions a sequence)", ["run"] + costs + ["learned"] + lengths,
+          [[r["name"]] + cost(r) + ["yes" if r["by_length"]["96"] > 0.99 else "no"] + [r["by_length"][n] for n in lengths]
+           for r in task("needle")])
+
+
 def main():
     ap = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     sub = ap.add_subparsers(dest="do", required=True)
     sub.add_parser("list", help="the recipes")
+    sub.add_parser("tables", help="results of the finished runs")
     p = sub.add_parser("run", help="train recipes in order; finished ones are skipped")
     p.add_argument("names", nargs="+")
     p.add_argument("--steps", type=int, help="instead of the recipe's (a constant-rate run may be lengthened while it runs)")
@@ -531,6 +569,8 @@ def main():
     if a.do == "list":
         for r in R.values():
             print(f"{r['name']:32} {r['steps']:6} steps  {count(r['config']):8} parameters  T {r['draw']}")
+    elif a.do == "tables":
+        tables()
     elif a.do == "run":
         for n in a.names:
             r = R[n]
