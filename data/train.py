@@ -21,6 +21,7 @@ import glob
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -385,7 +386,7 @@ def config(task, arch, T, L=4):
 
 TASK = {  # what all runs of a task share: optimiser, budget. `decay` is the closing part of the run with a falling rate
     "austen": dict(lr=3e-3, betas=(0.9, 0.95), wd=0.1, schedule="wsd", decay=0.3, balance=0.01, bytes=4096,
-                   lengths=[256, 256, 512, 1024], steps=5000, every=100, save=100, goal=None),
+                   lengths=[256, 256, 512, 1024], steps=4000, every=100, save=100, goal=None),
     "cups": dict(lr=4e-3, betas=(0.9, 0.98), wd=0.05, schedule="cosine", batch=64, moves=32, steps=2000, every=250,
                  save=500, goal=None),
     "needle": dict(lr=2e-3, betas=(0.9, 0.98), wd=0.05, schedule="wsd", decay=0.2, batch=32, steps=3000, every=50,
@@ -400,9 +401,11 @@ def recipes():
         R[name] = {"name": name, "task": task, "seed": seed, "config": config(task, arch, T, L), "draw": [T], **TASK[task], **kw}
 
     mixed = [1, 2, 3, 3, 3, 4]                       # T of a step: 3 half the time
-    add("austen", "austen", "yoco-u", 3, draw=mixed)
-    add("austen-fixed3", "austen", "yoco-u", 3)
+    add("austen", "austen", "yoco-u", 3, late=mixed, keep=[1500, 2800])    # T = 3, then mixed while the rate falls
+    add("austen-t3", "austen", "yoco-u", 3, branch=("austen", 2800))       # T = 3 to the end
     add("austen-t1", "austen", "yoco-u", 1)
+    add("austen-t3-short", "austen", "yoco-u", 3, branch=("austen", 1500), steps=2218)  # the training FLOPs of austen-t1
+    add("austen-mixed", "austen", "yoco-u", 3, draw=mixed)                 # mixed from the first step
     for s in range(3):
         add(f"cups-random-s{s}", "cups", "yoco-u", 3, seed=s, draw=[1, 2, 3, 4, 5], steps=4000)
         for T in (1, 2, 3, 5):
@@ -460,8 +463,12 @@ def train(r):
     opt = torch.optim.AdamW([{"params": [model.flat[0]], "weight_decay": r["wd"]},
                              {"params": [model.flat[1]], "weight_decay": 0.0}], lr=r["lr"], betas=r["betas"])
     step, wall0, cpu0, rows, seen, work = 0, 0.0, 0.0, [], [], 0
-    if os.path.exists(state):
-        z = torch.load(state)
+    if not os.path.exists(state) and "branch" in r:                                   # the same first steps as another run
+        state_in = os.path.join(RUNS, "{}-{}.state".format(*r["branch"]))
+    else:
+        state_in = state
+    if os.path.exists(state_in):
+        z = torch.load(state_in)
         for p, q in zip(model.flat, z["flat"]):
             p.data.copy_(q)
         opt.load_state_dict(z["opt"])
@@ -472,7 +479,9 @@ def train(r):
     while step < r["steps"] and not reached:
         rng = np.random.default_rng([r["seed"], step])
         x, y = (torch.from_numpy(a) for a in task.batch(rng, r))
-        T = int(np.random.default_rng([r["seed"], step, 1]).choice(r["draw"])) if looped(c) is not None else None
+        falling = step >= (1 - r.get("decay", 0)) * r["steps"]
+        draw = r.get("late", r["draw"]) if falling else r["draw"]
+        T = int(np.random.default_rng([r["seed"], step, 1]).choice(draw)) if looped(c) is not None else None
         balance = [] if "moe" in c else None
         logits = forward(model.tensors(), c, x, T, balance)
         loss = F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-100)
@@ -502,11 +511,13 @@ def train(r):
                  "seen": seen, "wall": time.time() - start, "cpu": time.process_time() - cpu, "work": work}
             torch.save(z, state + ".part")
             os.replace(state + ".part", state)
+            if step in r.get("keep", []):
+                shutil.copy(state, os.path.join(RUNS, f"{name}-{step}.state"))
             save(os.path.join(RUNS, name + ".safetensors"), model.tensors(), c)
             with open(os.path.join(CURVES, name + ".csv"), "w", newline="") as f:
                 csv.writer(f, lineterminator="\n").writerows(
                     [["step", "train_loss", "held_out", "wall_s", "cpu_s"]] + rows)
-    out = {"name": name, "task": r["task"], "arch": c["arch"], "seed": r["seed"], "draw": r["draw"], "steps": step,
+    out = {"name": name, "task": r["task"], "arch": c["arch"], "seed": r["seed"], "draw": r["draw"], "late": r.get("late"), "steps": step,
            "step_limit": r["steps"], "wall_s": round(time.time() - start, 1), "cpu_s": round(time.process_time() - cpu, 1),
            "params": count(c), "embed_and_head": sum(math.prod(s) for n, s in shapes(c).items() if n in ("embed", "head")),
            "applications": applications(c), "train_flops": work}
