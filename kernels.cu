@@ -1,0 +1,1930 @@
+/// @file
+/// kernels.cu -- the forward pass of yocou.cpp on a GPU. Weights are BF16, sums float32, the state X float32 (an
+/// addition per sublayer and loop, L/2 x T deep: in BF16 its rounding would outgrow that of everything else, and it is
+/// 2% of a prefill's bytes). Activations that enter a product are rounded to BF16 once.
+///
+/// Two rungs of each hot operation: a general one, for any size and any GPU from Ampere on, and a fast one that says in
+/// its header what it needs. The engine chooses per model when it is made; nothing falls back silently in between.
+///
+///   | operation            | general          | fast                                                        |
+///   |----------------------|------------------|-------------------------------------------------------------|
+///   | y = x W^T            | product_tile     | cuBLASLt for many rows, product_skinny for up to 32         |
+///   | experts' products    | product_tile     | product_skinny for up to 32 rows                            |
+///   | attention, prefill   | attend           | attend_tiles: TMA + wgmma, window or paged                  |
+///   | attention, one row   | attend           | attend_split + attend_merge: TMA + mma, ring or paged       |
+///
+/// The tests run this file on a CPU: it is compiled as C++ against an emulator of the instructions. So it keeps some
+/// rules: PTX only in the section "Instructions"; launches only through launch(); shared memory only through
+/// shared_memory(); waiting only inside wrappers; warp collectives by whole warps; blocks in any order.
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <numeric>
+
+#include "yocou.h"
+#ifndef YOCOU_EMULATE
+#include <cublasLt.h>
+#include <cuda_runtime.h>
+#include <dlfcn.h>
+#endif
+
+namespace yocou {
+namespace {
+
+using bf16 = __nv_bfloat16;
+using std::uint32_t, std::uint64_t;
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Errors and launches
+
+/// Runs a call of the runtime; throws Error with the expression, what the runtime says, and the line.
+#define CUDA_CHECK(expression)                                                                        \
+  do {                                                                                                \
+    const cudaError_t status_ = (expression);                                                         \
+    if (status_ != cudaSuccess)                                                                       \
+      fail("CUDA: ", #expression, ": ", cudaGetErrorString(status_), " (kernels.cu:", __LINE__, ")"); \
+  } while (0)
+
+/// Where a kernel runs. `pdl`: it may start while the kernel before it still runs (programmatic dependent launch);
+/// every kernel here calls grid_wait() before it touches memory, so that is always allowed.
+struct Launch {
+  dim3 grid;
+  unsigned block = 128;
+  std::size_t shared = 0;
+  cudaStream_t stream = nullptr;
+  bool pdl = false;
+};
+
+template <class... Parameter, class... Argument>
+void launch(const Launch& l, void (*kernel)(Parameter...), const Argument&... argument) {
+  if (l.shared > 48 * 1024)
+    CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    int(l.shared)));
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = l.grid, config.blockDim = dim3(l.block), config.dynamicSmemBytes = l.shared;
+  config.stream = l.stream, config.attrs = &attribute, config.numAttrs = l.pdl ? 1 : 0;
+  CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, Parameter(argument)...));
+}
+
+__host__ __device__ constexpr Index ceil_div(Index a, Index b) { return (a + b - 1) / b; }
+/// Rows of BF16 matrices are padded with zeros to 16 bytes, so that every row can be read in 16-byte pieces.
+__host__ __device__ constexpr Index padded(Index columns) { return ceil_div(columns, 8) * 8; }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Instructions (PTX ISA 8.5; section in brackets). The emulator supplies functions of the same names.
+
+// clang-format off: it would spread the operands over three times the lines
+#ifndef YOCOU_EMULATE
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define HOPPER_ASM(...) asm volatile(__VA_ARGS__)
+#else
+#define HOPPER_ASM(...) __trap()  // compiled for Ampere too, never chosen there
+#endif
+
+template <class T>
+__device__ T* shared_memory() {
+  extern __shared__ __align__(1024) unsigned char block_memory[];
+  return reinterpret_cast<T*>(block_memory);
+}
+__device__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
+
+/// Waits for the kernel before this one in the stream to end [griddepcontrol]; then lets the next one start early.
+__device__ void grid_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ void grid_launch() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ float fast_exp2(float x) {  // 2 ulp
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+/// 16 bytes that nobody reads again: weights must not push the caches out of L1 [ld.global.nc].
+__device__ uint4 load_once(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
+}
+/// 16 bytes to shared memory, or 16 zeros [cp.async].
+__device__ void cp_async16(void* to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0)
+               : "memory");
+}
+__device__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int Left>
+__device__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Left) : "memory");
+}
+
+/// Four 8x8 matrices; lane l names row l % 8 of matrix l / 8 [ldmatrix].
+__device__ void ldmatrix(uint32_t (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+__device__ void ldmatrix_trans(uint32_t (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+/// D[16,8] += A[16,16] B[16,8] [mma.m16n8k16].
+__device__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+/// An mbarrier completes a phase when `count` threads have arrived and all announced bytes are there [mbarrier].
+__device__ void mbar_init(uint64_t* b, unsigned count) {
+  HOPPER_ASM("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(count) : "memory");
+}
+__device__ void mbar_fence_init() { HOPPER_ASM("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ void mbar_arrive(uint64_t* b) {
+  HOPPER_ASM("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
+}
+__device__ void mbar_expect(uint64_t* b, unsigned bytes) {
+  HOPPER_ASM("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
+}
+/// Waits until the phase of this parity has completed.
+__device__ void mbar_wait(uint64_t* b, unsigned parity) {
+  HOPPER_ASM(
+      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}" ::"r"(shared_address(b)),
+      "r"(parity)
+      : "memory");
+}
+/// A box of a matrix to shared memory, from column x, row y; outside the matrix zeros [cp.async.bulk.tensor].
+__device__ void tma_load(void* to, const CUtensorMap* map, int x, int y, uint64_t* b) {
+  HOPPER_ASM(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+          shared_address(to)),
+      "l"(map), "r"(x), "r"(y), "r"(shared_address(b))
+      : "memory");
+}
+__device__ void wgmma_fence() { HOPPER_ASM("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ void wgmma_commit() { HOPPER_ASM("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int Left>
+__device__ void wgmma_wait() {
+  HOPPER_ASM("wgmma.wait_group.sync.aligned %0;" ::"n"(Left) : "memory");
+}
+
+/// D[64,64] += A[64,16] B[16,64], A from registers, B from shared memory by descriptor: K-major, or MN-major
+/// [wgmma.mma_async]. D must not be touched before wgmma_wait.
+template <bool BMnMajor>
+__device__ void wgmma_rs(float (&d)[32], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+  HOPPER_ASM(
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"
+      "%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, add, 1, 1, %38;\n}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
+        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
+        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(BMnMajor)));
+}
+#endif
+// clang-format on
+
+/// The descriptor of a wgmma operand in shared memory: 128-byte swizzle, 8 rows (a group) every 1,024 bytes
+/// [matrix descriptor]. `leading`: bytes from one 64-wide slab of an MN-major operand to the next; not used with N = 64.
+__device__ inline uint64_t descriptor(const void* p) {
+  return uint64_t((shared_address(p) & 0x3ffff) >> 4) | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 |
+         uint64_t(1) << 62;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Small device functions
+
+__device__ inline float to_float(float x) { return x; }
+__device__ inline float to_float(bf16 x) { return __bfloat162float(x); }
+template <class T>
+__device__ T from_float(float x) {
+  if constexpr (std::is_same_v<T, float>) return x;
+  else return __float2bfloat16(x);
+}
+/// Two numbers in a register, the first in the low half.
+__device__ inline uint32_t pack(float a, float b) {
+  return uint32_t(__bfloat16_as_ushort(__float2bfloat16(a))) | uint32_t(__bfloat16_as_ushort(__float2bfloat16(b)))
+                                                                   << 16;
+}
+/// Sum over the warp, the same bits in every lane.
+__device__ inline float warp_sum(float v) {
+  for (int i = 16; i; i /= 2) v += __shfl_xor_sync(0xffffffffu, v, i);
+  return v;
+}
+__device__ inline float warp_max(float v) {
+  for (int i = 16; i; i /= 2) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, i));
+  return v;
+}
+/// Sum over the block; `scratch` holds 32 floats and may be reused after the next barrier.
+__device__ inline float block_sum(float v, float* scratch) {
+  const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  v = warp_sum(v);
+  if (lane == 0) scratch[warp] = v;
+  __syncthreads();  // written by lane 0 of each warp, read by all
+  return warp_sum(lane < blockDim.x / 32 ? scratch[lane] : 0.0f);
+}
+
+inline constexpr float log2_e = 1.4426950408889634f;
+
+/// What the kernels know of a row of the pass.
+struct Row {
+  int token, position, slot;  ///< slot: of the sequence, in the caches
+  int segment, end;           ///< the segment's number, and the position after its last row
+};
+/// What they know of a segment's rows.
+struct Span {
+  int first, rows, position, slot;  ///< of its first row
+};
+
+/// Where the keys of a layer lie. Three layouts of K and V, each [..., dh]:
+///   ring     [slot][G][W]        position p at p % W: what decode reads of a window stage
+///   recent   [G][recent_rows]    the keys of a pass in order, each segment's after W rows for the ones before it
+///   paged    [page][G][256]      through the sequence's page table
+struct Keys {
+  enum Layout { ring, recent, paged } layout;
+  void *k, *v;
+  const int* table;  ///< [slot][table_stride] page numbers
+  Index table_stride;
+  Index recent_rows;  ///< n + segments * W
+  int window;         ///< W; 0: all positions
+  int kv_heads;       ///< G
+
+  /// The row of position p of head g; in `recent`, of the given segment.
+  __device__ Index row(int slot, int g, int p, int segment, const Span& s) const {
+    if (layout == ring) return (Index(slot) * kv_heads + g) * window + p % window;
+    if (layout == recent) return g * recent_rows + s.first + Index(segment + 1) * window + (p - s.position);
+    return (Index(table[slot * table_stride + p / block_rows]) * kv_heads + g) * block_rows + p % block_rows;
+  }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Rows: embedding, norm, rotation and caches
+
+/// embed_rows -- X[i,:] = embed[token,:] * scale. Twin: the first lines of forward().
+///   grid   n     block 128: a thread owns every 128th column
+///   bytes  n D (2 + 4)     bound HBM; one pass in 30 layer passes
+__global__ void __launch_bounds__(128)
+    embed_rows(const Row* rows, const bf16* embed /*[V,ld]*/, Index ld, Index D, float scale, float* x /*[n,D]*/) {
+  grid_wait(), grid_launch();
+  const Index i = blockIdx.x;
+  for (Index c = threadIdx.x; c < D; c += 128) x[i * D + c] = to_float(embed[rows[i].token * ld + c]) * scale;
+}
+
+/// gather_rows -- Y[i,:] = X[which[i],:]: the wanted rows enter the cross-decoder.
+///   grid   m     block 128     bytes 8 m D
+__global__ void __launch_bounds__(128)
+    gather_rows(const float* x /*[n,D]*/, const int* which, Index D, float* y /*[m,D]*/) {
+  grid_wait(), grid_launch();
+  const Index from = which[blockIdx.x], to = blockIdx.x;
+  for (Index c = threadIdx.x; c < D; c += 128) y[to * D + c] = x[from * D + c];
+}
+
+/// rms_norm -- Y[i,:] = X[i,:] * rsqrt(mean(X[i,:]^2) + eps) * gain, rounded once, to BF16; padding becomes 0.
+/// Twin: rms_norm().
+///   grid   n     block 256: a thread owns every 256th column; the second reading of the row hits L1
+///   bytes  n D (4 + 2)     bound HBM
+///   rung   one of one: fused into the next product it would save 6% of a decode layer's launches
+__global__ void __launch_bounds__(256)
+    rms_norm(const float* x /*[n,D]*/, const int* which /*or null: all*/, const float* gain /*[D]*/, Index D, float eps,
+             bf16* y /*[n,ld]*/, Index ld) {
+  grid_wait(), grid_launch();
+  const float* row = x + (which ? which[blockIdx.x] : Index(blockIdx.x)) * D;
+  float sum = 0;
+  for (Index c = threadIdx.x; c < D; c += 256) sum += row[c] * row[c];
+  const float scale = 1 / sqrtf(block_sum(sum, shared_memory<float>()) / float(D) + eps);
+  for (Index c = threadIdx.x; c < ld; c += 256)
+    y[blockIdx.x * ld + c] = __float2bfloat16(c < D ? row[c] * scale * gain[c] : 0.0f);
+}
+
+/// rope_table -- (cos, sin) of every row's angles, formed in double so that far positions stay right; once a pass, the
+/// layers and loops share it.
+///   grid   ceil(n dh/2 / 128)     block 128: a thread owns one angle
+__global__ void __launch_bounds__(128)
+    rope_table(const Row* rows, Index n, int half /*dh/2*/, const double* frequency, float2* table /*[n,dh/2]*/) {
+  grid_wait(), grid_launch();
+  const Index i = Index(blockIdx.x) * 128 + threadIdx.x;
+  if (i >= n * half) return;
+  const double angle = rows[i / half].position * frequency[i % half];
+  table[i] = make_float2(float(cos(angle)), float(sin(angle)));
+}
+
+/// history -- the keys before the pass, from the rings to the front of `recent`, before the pass overwrites them.
+///   grid   (W, segments)     block 128: a block owns one position of one segment, all heads
+///   bytes  segments 4 W G dh s
+template <class Kv>
+__global__ void __launch_bounds__(128) history(const Span* spans, Keys from, Keys to, int head_dim) {
+  grid_wait(), grid_launch();
+  const Span s = spans[blockIdx.y];
+  const int p = s.position - 1 - int(blockIdx.x);
+  if (p < 0) return;
+  for (int i = int(threadIdx.x); i < from.kv_heads * head_dim; i += 128) {
+    const int g = i / head_dim, c = i % head_dim;
+    const Index a = from.row(s.slot, g, p, 0, s) * head_dim + c;
+    const Index b = to.row(s.slot, g, p, int(blockIdx.y), s) * head_dim + c;
+    static_cast<Kv*>(to.k)[b] = static_cast<const Kv*>(from.k)[a];
+    static_cast<Kv*>(to.v)[b] = static_cast<const Kv*>(from.v)[a];
+  }
+}
+
+/// What rotate_append does with a row [q | k | v] of the projections.
+struct Append {
+  Index ld;               ///< of the row
+  int q_heads, kv_heads;  ///< heads of q in front (0 when only K^, V^ are projected), heads of k and of v (0: none)
+  int head_dim;
+  bool rotate, half;  ///< RoPE, and its pairing (i, i + dh/2) in place of (2i, 2i+1)
+  bool to_cache, to_recent;
+};
+
+/// rotate_append -- RoPE on q in place and on k, then k and v into the caches: the ring keeps a segment's last W rows,
+/// `recent` and pages keep all. Twins: rope() and Cache::append().
+///   grid   n     block 128: a thread owns every 128th pair of the row
+///   bytes  n (4 H dh + 2 G dh (2 + s))     bound HBM
+///   rung   one of one: the rotation and the append are one pass over the row
+template <class Kv>
+__global__ void __launch_bounds__(128) rotate_append(const Row* rows, const Span* spans, const float2* table,
+                                                     bf16* qkv /*[n,ld]*/, Append a, Keys cache, Keys recent) {
+  grid_wait(), grid_launch();
+  const Row r = rows[blockIdx.x];
+  const Span s = spans[r.segment];
+  bf16* row = qkv + Index(blockIdx.x) * a.ld;
+  const int half = (a.head_dim + 1) / 2, heads = a.q_heads + 2 * a.kv_heads;
+  const bool keep = a.to_cache && (cache.layout != Keys::ring || r.position + cache.window >= r.end);
+  for (int i = int(threadIdx.x); i < heads * half; i += 128) {
+    const int head = i / half, pair = i % half;
+    const bool is_q = head < a.q_heads, is_v = head >= a.q_heads + a.kv_heads;
+    const int first = a.half && a.rotate ? pair : 2 * pair;
+    const int second = a.half && a.rotate ? pair + half : 2 * pair + 1;
+    const bool lone = second >= a.head_dim;  // an odd head size, never rotated, has a last number without a partner
+    bf16* h = row + head * a.head_dim;
+    float x = to_float(h[first]), y = lone ? 0.0f : to_float(h[second]);
+    if (a.rotate && !is_v) {
+      const float2 turn = table[Index(blockIdx.x) * half + pair];
+      const float turned = x * turn.x - y * turn.y;
+      y = x * turn.y + y * turn.x, x = turned;
+    }
+    if (is_q) {
+      if (a.rotate) h[first] = __float2bfloat16(x), h[second] = __float2bfloat16(y);
+      continue;
+    }
+    const int g = (head - a.q_heads) % a.kv_heads;
+    const auto put = [&](const Keys& keys) {
+      Kv* to = static_cast<Kv*>(is_v ? keys.v : keys.k) + keys.row(r.slot, g, r.position, r.segment, s) * a.head_dim;
+      to[first] = from_float<Kv>(x);
+      if (!lone) to[second] = from_float<Kv>(y);
+    };
+    if (keep) put(cache);
+    if (a.to_recent) put(recent);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Products y = x W^T
+
+/// Rows of x and y that belong together, and the weights they meet: all rows and one W, or per expert e the assignments
+/// start[e] .. start[e+1] and W + e out ld.
+struct Groups {
+  const int* start = nullptr;  ///< [E+1]; null: one group of n rows
+  const int* order = nullptr;  ///< x's row of assignment i is order[i] / active; null: i
+  int active = 1;
+};
+
+enum class To : int { bf16, f32, add };  ///< y is BF16, float32, or float32 to be added to
+
+template <To to>
+__device__ void put_product(void* y, Index i, float v) {
+  if constexpr (to == To::bf16) static_cast<bf16*>(y)[i] = __float2bfloat16(v);
+  else if constexpr (to == To::f32) static_cast<float*>(y)[i] = v;
+  else static_cast<float*>(y)[i] += v;
+}
+
+/// product_tile -- y = x W^T, tile by tile; the general kernel. Twin: matmul().
+///   grid   (ceil(out/64), ceil(n/64), groups): a block owns 64 rows x 64 outputs of one group
+///   block  128 = 4 warps: a warp owns 32 x 32 as 2 x 4 tiles of mma.m16n8k16
+///   shared 3 stages x (64 x 64 + 64 x 64) BF16 = 48 KB, filled by cp.async two steps ahead; 16-byte pieces of a row
+///          are permuted by row % 8, so that ldmatrix meets no bank twice
+///   bytes  x once per 64 outputs, W once per 64 rows     FLOP 2 n out in
+///   bound  mma.sync reaches some 60% of the tensor cores' peak on Hopper; that is why cuBLASLt goes first
+///   needs  rows padded to 8 columns with zeros
+template <To to>
+__global__ void __launch_bounds__(128) product_tile(const bf16* x /*[n,ld]*/, const bf16* w /*[out,ld]*/, Index ld,
+                                                    void* y /*[n,ldy]*/, Index ldy, Index n, Index out, Groups groups) {
+  grid_wait(), grid_launch();
+  const Index group = blockIdx.z;
+  const Index begin = groups.start ? groups.start[group] : 0, end = groups.start ? groups.start[group + 1] : n;
+  const Index row0 = begin + Index(blockIdx.y) * 64, out0 = Index(blockIdx.x) * 64;
+  if (row0 >= end) return;
+  w += group * out * ld;
+  bf16* memory = shared_memory<bf16>();
+  const int thread = int(threadIdx.x), warp = thread / 32, lane = thread % 32;
+  constexpr int stage_size = 2 * 64 * 64;
+  // thread t copies piece t % 8 of rows t / 8, + 16, + 32, + 48 of both operands
+  const auto fetch = [&](Index step) {
+    bf16* stage = memory + step % 3 * stage_size;
+    const Index column = step * 64 + thread % 8 * 8;
+    for (int r = thread / 8; r < 64; r += 16) {
+      const Index i = row0 + r, o = out0 + r;
+      const Index xi = i < end && groups.order ? groups.order[i] / groups.active : i;
+      bf16* to_x = stage + r * 64 + (thread % 8 ^ r % 8) * 8;
+      cp_async16(to_x, x + xi * ld + column, i < end && column < ld);
+      cp_async16(to_x + 64 * 64, w + o * ld + column, o < out && column < ld);
+    }
+  };
+  float d[2][4][4] = {};
+  const Index steps = ceil_div(ld, 64);
+  const int m0 = warp / 2 * 32, n0 = warp % 2 * 32;
+  for (Index s = 0; s < 2; ++s) {
+    if (s < steps) fetch(s);
+    cp_async_commit();  // an empty group too: the count below stays the same
+  }
+  for (Index s = 0; s < steps; ++s) {
+    cp_async_wait<1>();
+    __syncthreads();  // stage s: written by all, read by all; stage s - 1 has been read by all
+    if (s + 2 < steps) fetch(s + 2);
+    cp_async_commit();
+    const bf16* a = memory + s % 3 * stage_size;
+    const bf16* b = a + 64 * 64;
+#pragma unroll
+    for (int k = 0; k < 8; k += 2) {  // two pieces of 8 columns
+      uint32_t af[2][4], bf[2][4];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int ra = m0 + 16 * i + lane % 16, rb = n0 + 16 * i + lane / 16 * 8 + lane % 8;
+        ldmatrix(af[i], a + ra * 64 + ((k + lane / 16) ^ ra % 8) * 8);
+        ldmatrix(bf[i], b + rb * 64 + ((k + lane / 8 % 2) ^ rb % 8) * 8);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) mma_bf16(d[i][j], af[i], bf[j / 2][j % 2 * 2], bf[j / 2][j % 2 * 2 + 1]);
+    }
+  }
+  cp_async_wait<0>();
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const Index r = row0 + m0 + 16 * i + lane / 4 + e / 2 * 8, o = out0 + n0 + 8 * j + lane % 4 * 2 + e % 2;
+        if (r < end && o < out) put_product<to>(y, r * ldy + o, d[i][j][e]);
+      }
+}
+
+/// product_skinny -- y = x W^T for up to 8 Tiles rows: a decode step reads each weight once, so the weights' way to the
+/// tensor cores is all that counts. Twin: matmul().
+///   grid   (ceil(out/16), groups): a block owns 16 rows of W
+///   block  256 = 8 warps, which share the columns: warp w owns every 8th piece of 32
+///   regs   weights come straight to registers, 16 bytes a lane, as the M = 16 operand; the rows of x are the N = 8
+///          Tiles one. Both take the same 8 columns per lane: the sum over columns may run in any order, so no shuffle
+///          and no shared memory are needed to bring them into the instruction's layout
+///   bytes  W once: 2 out in; x again per 16 outputs, from L2     FLOP 2 n out in
+///   bound  HBM up to n of about 32 (n FLOP a byte against some 200)
+///   rung   product_tile would read 64 rows' worth of x and fill 1/2 to 1/64 of its tile
+template <To to, int Tiles>
+__global__ void __launch_bounds__(256)
+    product_skinny(const bf16* x /*[n,ld]*/, const bf16* w /*[out,ld]*/, Index ld, void* y /*[n,ldy]*/, Index ldy,
+                   Index n, Index out, Groups groups) {
+  grid_wait(), grid_launch();
+  const Index group = blockIdx.y;
+  const Index begin = groups.start ? groups.start[group] : 0, end = groups.start ? groups.start[group + 1] : n;
+  const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
+  const Index out0 = Index(blockIdx.x) * 16;
+  w += group * out * ld;
+  const auto piece = [&](const bf16* p, bool inside, bool weight) {
+    if (!inside) return make_uint4(0, 0, 0, 0);
+    return weight ? load_once(reinterpret_cast<const uint4*>(p)) : *reinterpret_cast<const uint4*>(p);
+  };
+  float* sums = shared_memory<float>();  // [8 warps][Tiles][16 outputs][8 rows]
+  for (Index row0 = begin; row0 < end; row0 += 8 * Tiles) {
+    Index xi[Tiles];
+#pragma unroll
+    for (int j = 0; j < Tiles; ++j) {
+      const Index i = row0 + 8 * j + g;
+      xi[j] = i >= end ? -1 : groups.order ? groups.order[i] / groups.active : i;
+    }
+    float d[Tiles][4] = {};
+#pragma unroll 4
+    for (Index k = warp * 32 + t * 8; k < ceil_div(ld, 256) * 256; k += 256) {
+      const uint4 a0 = piece(w + (out0 + g) * ld + k, k < ld && out0 + g < out, true);
+      const uint4 a1 = piece(w + (out0 + g + 8) * ld + k, k < ld && out0 + g + 8 < out, true);
+      const uint32_t first[4] = {a0.x, a1.x, a0.y, a1.y}, second[4] = {a0.z, a1.z, a0.w, a1.w};
+#pragma unroll
+      for (int j = 0; j < Tiles; ++j) {
+        const uint4 b = piece(x + xi[j] * ld + k, k < ld && xi[j] >= 0, false);
+        mma_bf16(d[j], first, b.x, b.y);
+        mma_bf16(d[j], second, b.z, b.w);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < Tiles; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sums[((warp * Tiles + j) * 16 + g + e / 2 * 8) * 8 + t * 2 + e % 2] = d[j][e];
+    __syncthreads();  // partial sums: written by each warp, read by all
+    for (int i = int(threadIdx.x); i < Tiles * 128; i += 256) {
+      float sum = 0;
+      for (int s = 0; s < 8; ++s) sum += sums[s * Tiles * 128 + i];
+      const Index o = out0 + i / 8 % 16, r = row0 + i / 128 * 8 + i % 8;
+      if (o < out && r < end) put_product<to>(y, r * ldy + o, sum);
+    }
+    __syncthreads();  // read by all before the next rows' sums are written
+  }
+}
+
+/// swiglu -- Y[i,c] = silu(gate[i,c]) * up[i,c], both halves of one row [gate | up]; padding becomes 0. Twin: swiglu().
+///   grid   (ceil(ld/256), n)... as (n, pieces)     block 256: a thread owns one number
+///   bytes  6 n F     bound HBM
+__global__ void __launch_bounds__(256)
+    swiglu(const bf16* gate_up /*[n,ldg]*/, Index ldg, Index F, bf16* y /*[n,ld]*/, Index ld) {
+  grid_wait(), grid_launch();
+  const Index i = blockIdx.x, c = Index(blockIdx.y) * 256 + threadIdx.x;
+  if (c >= ld) return;
+  float v = 0;
+  if (c < F) {
+    const float a = to_float(gate_up[i * ldg + c]), b = to_float(gate_up[i * ldg + F + c]);
+    v = a / (1 + fast_exp2(-a * log2_e)) * b;
+  }
+  y[i * ld + c] = __float2bfloat16(v);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Mixture of experts
+
+/// route -- softmax over all E router logits in float32, the `active` largest (ties, judged on the logits: the lower
+/// index), divided by their sum if `normalize`. Twin: route().
+///   grid   ceil(n/4)     block 128 = 4 warps: a warp owns a row, a lane every 32nd expert
+///   bytes  4 n E + 8 n active     the largest are found one after another: each is the next in the order (logit
+///          falling, index rising), so nothing need be marked as taken
+__global__ void __launch_bounds__(128) route(const float* logits /*[n,E]*/, Index n, int E, int active, bool normalize,
+                                             int* expert /*[n,active]*/, float* weight /*[n,active]*/) {
+  grid_wait(), grid_launch();
+  const Index i = Index(blockIdx.x) * 4 + threadIdx.x / 32;
+  if (i >= n) return;
+  const int lane = int(threadIdx.x) % 32;
+  const float* row = logits + i * E;
+  float last = INFINITY, top = 0, sum = 0, chosen = 0;
+  int last_index = -1;
+  for (int j = 0; j < active; ++j) {
+    float best = -INFINITY;
+    int index = E;
+    for (int e = lane; e < E; e += 32) {
+      const float v = row[e];
+      const bool after = v < last || (v == last && e > last_index);
+      if (after && (index == E || v > best)) best = v, index = e;
+    }
+    for (int b = 16; b; b /= 2) {
+      const float v = __shfl_xor_sync(0xffffffffu, best, b);
+      const int e = __shfl_xor_sync(0xffffffffu, index, b);
+      if (e != E && (index == E || v > best || (v == best && e < index))) best = v, index = e;
+    }
+    if (index == E) index = j;  // logits that are not numbers: stay in range, the head's check will tell
+    if (j == 0) {
+      top = best;
+      for (int e = lane; e < E; e += 32) sum += expf(row[e] - top);
+      sum = warp_sum(sum);
+    }
+    last = best, last_index = index;
+    const float p = expf(best - top) / sum;
+    chosen += p;
+    if (lane == 0) expert[i * active + j] = index, weight[i * active + j] = p;
+  }
+  if (normalize && lane == 0)
+    for (int j = 0; j < active; ++j) weight[i * active + j] /= chosen;
+}
+
+/// sort_by_expert -- stable counting sort of the n active assignments; no atomics, so the order is always the same.
+///   grid   E: block e finds how many assignments have a lower expert, then writes its own in order
+///   block  256
+///   bytes  8 E n active, from L2: 4 us for 8,192 rows of 8 (an estimate)
+__global__ void __launch_bounds__(256) sort_by_expert(const int* expert, Index assignments, int* start /*[E+1]*/,
+                                                      int* order /*[n active]*/, int* place /*its inverse*/) {
+  grid_wait(), grid_launch();
+  const int e = int(blockIdx.x), warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
+  int* counts = shared_memory<int>();  // [2][8]
+  int lower = 0, upto = 0;
+  for (Index i = threadIdx.x; i < assignments; i += 256) lower += expert[i] < e, upto += expert[i] <= e;
+  for (int b = 16; b; b /= 2)
+    lower += __shfl_xor_sync(0xffffffffu, lower, b), upto += __shfl_xor_sync(0xffffffffu, upto, b);
+  if (lane == 0) counts[warp] = lower, counts[8 + warp] = upto;
+  __syncthreads();  // the warps' counts: written by lane 0, read by all
+  lower = upto = 0;
+  for (int i = 0; i < 8; ++i) lower += counts[i], upto += counts[8 + i];
+  if (threadIdx.x == 0) {
+    start[e] = lower;
+    if (e + 1 == int(gridDim.x)) start[e + 1] = upto;
+  }
+  __syncthreads();  // read by all before the counts are written again
+  Index next = lower;
+  for (Index base = 0; base < assignments; base += 256) {
+    const Index i = base + threadIdx.x;
+    const bool mine = i < assignments && expert[i] == e;
+    const unsigned lanes = __ballot_sync(0xffffffffu, mine);
+    if (lane == 0) counts[warp] = __popc(lanes);
+    __syncthreads();  // this round's counts: written by lane 0, read by all
+    Index at = next + __popc(lanes & ((1u << lane) - 1));
+    for (int w = 0; w < 8; ++w) {
+      if (w < warp) at += counts[w];
+      next += counts[w];
+    }
+    if (mine) order[at] = int(i), place[i] = int(at);
+    __syncthreads();  // read by all before the next round's counts
+  }
+}
+
+/// combine -- X[i,:] += sum over the row's experts, in the order of their choice, of weight * Y[place,:].
+///   grid   n     block 128: a thread owns every 128th column
+///   bytes  n D (2 active + 8)     bound HBM
+__global__ void __launch_bounds__(128) combine(const bf16* y /*[n active,ldy]*/, Index ldy, const int* place,
+                                               const float* weight, int active, Index D, float* x /*[n,D]*/) {
+  grid_wait(), grid_launch();
+  const Index i = blockIdx.x;
+  for (Index c = threadIdx.x; c < D; c += 128) {
+    float sum = 0;
+    for (int j = 0; j < active; ++j) sum += weight[i * active + j] * to_float(y[place[i * active + j] * ldy + c]);
+    x[i * D + c] += sum;
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Attention
+
+/// attend -- one query row and head against the keys it sees; the general kernel. Twins: attend() over each layout.
+///   grid   ceil(n H / 4)     block 128 = 4 warps: a warp owns one row and head
+///   regs   per 32 keys a lane scores one; then the lane owns every 32nd number of the output, up to head_dim 256
+///   bytes  K, V once per query head and row: H/G times, and n times, what attend_split and attend_tiles read
+///   FLOP   4 dh a key
+template <class Kv>
+__global__ void __launch_bounds__(128)
+    attend(const Row* rows, const Span* spans, const bf16* q /*[n,ldq]*/, Index ldq, Keys keys, Index n, int heads,
+           int head_dim, float scale, bf16* out /*[n,ldo]*/, Index ldo) {
+  grid_wait(), grid_launch();
+  const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
+  const Index item = Index(blockIdx.x) * 4 + warp;
+  if (item >= n * heads) return;
+  const Index i = item / heads;
+  const int h = int(item % heads), g = h / (heads / keys.kv_heads);
+  const Row r = rows[i];
+  const Span s = spans[r.segment];
+  float* p = shared_memory<float>() + warp * 32;
+  const bf16* query = q + i * ldq + h * head_dim;
+  const int first = keys.window ? max(0, r.position - keys.window + 1) : 0;
+  float m = -INFINITY, l = 0, o[8] = {};
+  for (int base = first; base <= r.position; base += 32) {
+    const int key = base + lane;
+    float score = -INFINITY;
+    if (key <= r.position) {
+      const Kv* k = static_cast<const Kv*>(keys.k) + keys.row(r.slot, g, key, r.segment, s) * head_dim;
+      score = 0;
+      for (int c = 0; c < head_dim; ++c) score += to_float(query[c]) * to_float(k[c]);
+      score *= scale;
+    }
+    const float highest = fmaxf(m, warp_max(score)), shrink = expf(m - highest);  // a key is always seen: finite
+    p[lane] = expf(score - highest);
+    l = l * shrink + warp_sum(p[lane]), m = highest;
+    __syncwarp();  // p: written by each lane, read by all
+    for (float& v : o) v *= shrink;
+    for (int j = 0; j < 32 && base + j <= r.position; ++j) {
+      const Kv* v = static_cast<const Kv*>(keys.v) + keys.row(r.slot, g, base + j, r.segment, s) * head_dim;
+#pragma unroll
+      for (int c = 0; c < 8; ++c)
+        if (c * 32 + lane < head_dim) o[c] += p[j] * to_float(v[c * 32 + lane]);
+    }
+    __syncwarp();  // p: read by all before it is written again
+  }
+#pragma unroll
+  for (int c = 0; c < 8; ++c)
+    if (c * 32 + lane < head_dim) out[i * ldo + h * head_dim + c * 32 + lane] = __float2bfloat16(o[c] / l);
+}
+
+/// 64 rows of 64 BF16 numbers as TMA leaves them with the 128-byte swizzle: piece c of row r at c ^ r % 8.
+__device__ inline const bf16* swizzled(const bf16* tile, int row, int piece) {
+  return tile + row * 64 + (piece ^ row % 8) * 8;
+}
+
+inline constexpr int split_rows = 512;  ///< keys that a block of attend_split owns: fixed, so that a row's result does
+                                        ///< not depend on the batch it is in
+inline constexpr int split_stages = 3;
+
+/// attend_split -- one new row per sequence against 512 of its keys, in a ring or in pages; step 1 of 2 (then
+/// attend_merge). Twin: attend() with one row.
+///   grid   (S, G, n): a block owns one KV head and 512 keys of one row; S covers the longest sequence
+///   block  128 = 4 warps: of each 64 keys a warp owns 16, with its own running max m, sum l and output o
+///   regs   the R = H/G query heads of the KV head fill the M = 16 of mma.m16n8k16 with zeros: K and V are read once for
+///          all of them, and the tensor cores' 3-fold spare work costs nothing here
+///   shared 3 stages x (64 K + 64 V rows) = 96 KB at dh = 128, so two blocks share an SM and one's start hides behind
+///          the other's reads; TMA fills them: one thread asks, mbarriers tell
+///   bytes  K, V once: 4 G dh a key in BF16; writes S H (dh + 2) 4, 0.5% of it
+///   bound  4 H dh FLOP a key = R FLOP a byte: HBM. N = 262,144, G = 4, dh = 128: 537 MB a layer and sequence
+///   needs  dh = DH in {64, 128}, R <= 16, BF16 caches whose unwritten rows are finite (0 x NaN would be NaN)
+///   rung   attend reads K and V once per query head, and through L1 only
+template <int DH>
+__global__ void __launch_bounds__(128)
+    attend_split(const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map, const Row* rows,
+                 const bf16* q /*[n,ldq]*/, Index ldq, Keys keys, int heads, float scale_log2,
+                 float* part /*[n,H,S,DH+2]*/, bf16* out /*[n,ldo]*/, Index ldo) {
+  grid_wait(), grid_launch();
+  constexpr int slabs = DH / 64, tile = 64 * 64, stage_size = 2 * slabs * tile;  // a slab: 64 rows x 64 columns
+  const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
+  const Index i = blockIdx.z;
+  const int head = int(blockIdx.y), split = int(blockIdx.x), splits = int(gridDim.x), group = heads / keys.kv_heads;
+  const Row r = rows[i];
+  const int seen = keys.window ? min(r.position + 1, keys.window) : r.position + 1;
+  const int begin = split * split_rows, end = min(seen, begin + split_rows);
+  if (begin >= end) return;  // a graph's grid covers sequences that are longer
+  const int tiles = (end - begin + 63) / 64;
+
+  bf16* memory = shared_memory<bf16>();
+  uint64_t* full = reinterpret_cast<uint64_t*>(memory + split_stages * stage_size);  // [stages] the tile has arrived
+  uint64_t* empty = full + split_stages;                                             // [stages] all warps have read it
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < split_stages; ++s) mbar_init(full + s, 1), mbar_init(empty + s, 4);
+    mbar_fence_init();
+  }
+  __syncthreads();  // the mbarriers: set up by thread 0, used by all
+  const auto fetch = [&](int j) {
+    bf16* stage = memory + j % split_stages * stage_size;
+    const int p = begin + 64 * j;  // in a ring: the slot, whose order does not matter
+    const Index row = keys.layout == Keys::ring ? (Index(r.slot) * keys.kv_heads + head) * keys.window + p
+                                                : keys.row(r.slot, head, p, 0, Span{});
+    mbar_expect(full + j % split_stages, stage_size * 2);
+    for (int s = 0; s < slabs; ++s) {
+      tma_load(stage + s * tile, &k_map, 64 * s, int(row), full + j % split_stages);
+      tma_load(stage + (slabs + s) * tile, &v_map, 64 * s, int(row), full + j % split_stages);
+    }
+  };
+  if (threadIdx.x == 0)
+    for (int j = 0; j < min(tiles, split_stages - 1); ++j) fetch(j);
+
+  uint32_t qf[DH / 16][4];  // rows g and g + 8 of the group's queries
+#pragma unroll
+  for (int k = 0; k < DH / 16; ++k)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int h = g + e % 2 * 8;
+      const bf16* p = q + i * ldq + (head * group + h) * DH + k * 16 + e / 2 * 8 + t * 2;
+      qf[k][e] = h < group ? *reinterpret_cast<const uint32_t*>(p) : 0;
+    }
+  float o[DH / 8][4] = {}, m[2] = {-INFINITY, -INFINITY}, l[2] = {};
+  for (int j = 0; j < tiles; ++j) {
+    const int stage = j % split_stages;
+    if (threadIdx.x == 0 && j + split_stages - 1 < tiles) {
+      // the tile that the stage held was read in the step before this one
+      if (j > 0) mbar_wait(empty + (j - 1) % split_stages, unsigned((j - 1) / split_stages) & 1);
+      fetch(j + split_stages - 1);
+    }
+    __syncwarp();
+    mbar_wait(full + stage, unsigned(j / split_stages) & 1);
+    const bf16* K = memory + stage * stage_size;
+    const bf16* V = K + slabs * tile;
+    float s[2][4] = {};  // 16 queries x 2 x 8 keys
+#pragma unroll
+    for (int k = 0; k < DH / 16; ++k) {
+      uint32_t kf[4];
+      const int row = 16 * warp + lane / 16 * 8 + lane % 8;
+      ldmatrix(kf, swizzled(K + k / 4 * tile, row, k % 4 * 2 + lane / 8 % 2));
+      mma_bf16(s[0], qf[k], kf[0], kf[1]);
+      mma_bf16(s[1], qf[k], kf[2], kf[3]);
+    }
+    uint32_t pf[4];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {  // query rows g and g + 8
+      float v[4], highest = m[half];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int key = begin + 64 * j + 16 * warp + e / 2 * 8 + t * 2 + e % 2;
+        v[e] = key < end ? s[e / 2][half * 2 + e % 2] * scale_log2 : -INFINITY;
+        highest = fmaxf(highest, v[e]);
+      }
+      highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
+      highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
+      const float base = highest == -INFINITY ? 0 : highest;  // none of the warp's keys seen yet
+      const float shrink = fast_exp2(m[half] - base);
+      float sum = 0;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) v[e] = fast_exp2(v[e] - base), sum += v[e];
+      l[half] = l[half] * shrink + sum, m[half] = highest;
+      pf[half] = pack(v[0], v[1]), pf[half + 2] = pack(v[2], v[3]);
+#pragma unroll
+      for (int c = 0; c < DH / 8; ++c) o[c][half * 2] *= shrink, o[c][half * 2 + 1] *= shrink;
+    }
+#pragma unroll
+    for (int c = 0; c < DH / 16; ++c) {
+      uint32_t vf[4];
+      ldmatrix_trans(vf, swizzled(V + c / 4 * tile, 16 * warp + lane % 16, c % 4 * 2 + lane / 16));
+      mma_bf16(o[2 * c], pf, vf[0], vf[1]);
+      mma_bf16(o[2 * c + 1], pf, vf[2], vf[3]);
+    }
+    __syncwarp();
+    if (lane == 0) mbar_arrive(empty + stage);
+  }
+  // the four warps' results meet in shared memory, where the stages were
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    l[half] += __shfl_xor_sync(0xffffffffu, l[half], 1);
+    l[half] += __shfl_xor_sync(0xffffffffu, l[half], 2);
+  }
+  __syncthreads();                       // all stages have been read by all
+  float* meet = shared_memory<float>();  // [4 warps][16 queries][DH + 2]
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float* row = meet + (warp * 16 + g + half * 8) * (DH + 2);
+#pragma unroll
+    for (int c = 0; c < DH / 8; ++c) row[c * 8 + t * 2] = o[c][half * 2], row[c * 8 + t * 2 + 1] = o[c][half * 2 + 1];
+    if (t == 0) row[DH] = m[half], row[DH + 1] = l[half];
+  }
+  __syncthreads();  // the warps' results: written by each, read by all
+  for (int item = int(threadIdx.x); item < group * DH; item += 128) {
+    const int h = item / DH, c = item % DH;
+    const float* row = meet + h * (DH + 2);
+    float highest = -INFINITY, sum = 0, value = 0;
+    for (int w = 0; w < 4; ++w) highest = fmaxf(highest, row[w * 16 * (DH + 2) + DH]);
+    for (int w = 0; w < 4; ++w, row += 16 * (DH + 2)) {
+      const float factor = fast_exp2(row[DH] - highest);
+      sum += factor * row[DH + 1], value += factor * row[c];
+    }
+    const Index qh = head * group + h;
+    if (splits == 1) {
+      out[i * ldo + qh * DH + c] = __float2bfloat16(value / sum);
+    } else {
+      float* to = part + ((i * heads + qh) * splits + split) * (DH + 2);
+      to[c] = value;
+      if (c == 0) to[DH] = highest, to[DH + 1] = sum;
+    }
+  }
+}
+
+/// attend_merge -- the splits of a row and head, weighted by exp2(m - max m); step 2 of 2.
+///   grid   (H, n)     block DH: a thread owns one number
+///   bytes  reads n H S (DH + 2) 4
+template <int DH>
+__global__ void __launch_bounds__(DH) attend_merge(const float* part /*[n,H,S,DH+2]*/, const Row* rows, int window,
+                                                   int splits, bf16* out /*[n,ldo]*/, Index ldo) {
+  grid_wait(), grid_launch();
+  const Index h = blockIdx.x, i = blockIdx.y;
+  const int c = int(threadIdx.x), position = rows[i].position;
+  const int seen = window ? min(position + 1, window) : position + 1;
+  const int used = (seen + split_rows - 1) / split_rows;
+  const float* row = part + (i * gridDim.x + h) * splits * (DH + 2);
+  float highest = -INFINITY, sum = 0, value = 0;
+  for (int s = 0; s < used; ++s) highest = fmaxf(highest, row[s * (DH + 2) + DH]);
+  for (int s = 0; s < used; ++s, row += DH + 2) {
+    const float factor = fast_exp2(row[DH] - highest);
+    sum += factor * row[DH + 1], value += factor * row[c];
+  }
+  out[i * ldo + h * DH + c] = __float2bfloat16(value / sum);
+}
+
+/// 64 query rows of one segment: what a block of attend_tiles owns.
+struct Tile {
+  int segment, first;  ///< first: row within the segment
+};
+inline constexpr int tile_stages = 2;
+
+/// attend_tiles -- 64 query rows of one head against the keys they see, window or all; prefill. Twin: attend().
+///   grid   (tiles, H): a block owns one tile of queries and one head
+///   block  160: a warpgroup of 128 computes, its warp w owning query rows 16 w .. 16 w + 15; warp 4 asks TMA for keys
+///   regs   S [64,64] and O [64,DH] are wgmma accumulators; Q and P enter wgmma from registers (P has the accumulators'
+///          layout already: no trip through shared memory), K as it lies and V as an MN-major operand: no transpose
+///   shared 2 stages x (64 K + 64 V rows) = 64 KB at DH = 128: three blocks an SM, so one's softmax hides behind
+///          another's products
+///   bytes  K, V once per 64 queries and head: (64 + W) / 64 of them with a window     FLOP 4 DH (W + 64) a query run,
+///          of which 4 DH W count
+///   bound  tensor cores. W = 512: 64 + 448 of 576 keys in each run are seen by a query on average
+///   needs  dh = DH in {64, 128}, BF16 keys in `recent` or paged layout, finite where unwritten
+///   rung   attend reads every key once per query
+template <int DH>
+__global__ void __launch_bounds__(160)
+    attend_tiles(const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map, const Tile* work,
+                 const Span* spans, const bf16* q /*[n,ldq]*/, Index ldq, Keys keys, int heads, float scale_log2,
+                 bf16* out /*[n,ldo]*/, Index ldo) {
+  grid_wait(), grid_launch();
+  constexpr int slabs = DH / 64, tile = 64 * 64, stage_size = 2 * slabs * tile;
+  const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
+  const Tile mine = work[blockIdx.x];
+  const Span s = spans[mine.segment];
+  const int h = int(blockIdx.y), head = h / (heads / keys.kv_heads);
+  const int q0 = s.position + mine.first, q1 = s.position + min(mine.first + 64, s.rows);  // positions of the queries
+  int k0 = keys.window ? max(0, q0 - keys.window + 1) : 0;  // first key of the first tile of keys
+  if (keys.layout == Keys::paged) k0 = k0 / 64 * 64;        // so that no tile leaves its page
+  const int tiles = (q1 - k0 + 63) / 64;
+
+  bf16* memory = shared_memory<bf16>();
+  uint64_t* full = reinterpret_cast<uint64_t*>(memory + tile_stages * stage_size);
+  uint64_t* empty = full + tile_stages;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < tile_stages; ++i) mbar_init(full + i, 1), mbar_init(empty + i, 128);
+    mbar_fence_init();
+  }
+  __syncthreads();  // the mbarriers: set up by thread 0, used by all
+  if (warp == 4) {
+    if (lane == 0)
+      for (int j = 0; j < tiles; ++j) {
+        const int stage = j % tile_stages;
+        if (j >= tile_stages) mbar_wait(empty + stage, unsigned(j / tile_stages - 1) & 1);
+        bf16* to = memory + stage * stage_size;
+        const int row = int(keys.row(s.slot, head, k0 + 64 * j, mine.segment, s));
+        mbar_expect(full + stage, stage_size * 2);
+        for (int i = 0; i < slabs; ++i) {
+          tma_load(to + i * tile, &k_map, 64 * i, row, full + stage);
+          tma_load(to + (slabs + i) * tile, &v_map, 64 * i, row, full + stage);
+        }
+      }
+    return;
+  }
+
+  const int row = 16 * warp + g;  // this lane's query rows: row and row + 8
+  uint32_t qf[DH / 16][4];
+#pragma unroll
+  for (int k = 0; k < DH / 16; ++k)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int i = mine.first + row + e % 2 * 8;
+      const bf16* p = q + (s.first + Index(i)) * ldq + h * DH + k * 16 + e / 2 * 8 + t * 2;
+      qf[k][e] = i < s.rows ? *reinterpret_cast<const uint32_t*>(p) : 0;
+    }
+  // S lives across the loop: set anew inside, its registers would be written between the fence and wgmma
+  float S[32] = {}, o[slabs][32] = {}, m[2] = {-INFINITY, -INFINITY}, l[2] = {};
+  for (int j = 0; j < tiles; ++j) {
+    const int stage = j % tile_stages;
+    mbar_wait(full + stage, unsigned(j / tile_stages) & 1);
+    const bf16* K = memory + stage * stage_size;
+    const bf16* V = K + slabs * tile;
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < DH / 16; ++k)  // 16 columns are 32 bytes of the swizzled row
+      wgmma_rs<false>(S, qf[k], descriptor(K + k / 4 * tile + k % 4 * 16), k > 0);
+    wgmma_commit();
+    wgmma_wait<0>();
+    const int key0 = k0 + 64 * j + t * 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int position = q0 + row + half * 8;
+      const int oldest = keys.window ? position - keys.window + 1 : 0;
+      float highest = m[half];
+#pragma unroll
+      for (int e = 0; e < 16; ++e) {
+        const int key = key0 + e / 2 * 8 + e % 2;
+        float& v = S[e / 2 * 4 + half * 2 + e % 2];
+        v = key <= position && key >= oldest ? v * scale_log2 : -INFINITY;
+        highest = fmaxf(highest, v);
+      }
+      highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
+      highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
+      const float base = highest == -INFINITY ? 0 : highest;  // no key of this row so far
+      const float shrink = fast_exp2(m[half] - base);
+      float sum = 0;
+#pragma unroll
+      for (int e = 0; e < 16; ++e) {
+        float& v = S[e / 2 * 4 + half * 2 + e % 2];
+        v = fast_exp2(v - base), sum += v;
+      }
+      l[half] = l[half] * shrink + sum, m[half] = highest;
+#pragma unroll
+      for (int i = 0; i < slabs; ++i)
+#pragma unroll
+        for (int e = 0; e < 16; ++e) o[i][e / 2 * 4 + half * 2 + e % 2] *= shrink;
+    }
+    uint32_t pf[4][4];  // the accumulators of keys 16 k .. 16 k + 15 are the A operand of step k
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) pf[k][e] = pack(S[k * 8 + e * 2], S[k * 8 + e * 2 + 1]);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+#pragma unroll
+      for (int i = 0; i < slabs; ++i) wgmma_rs<true>(o[i], pf[k], descriptor(V + i * tile + k * 16 * 64), true);
+    wgmma_commit();
+    wgmma_wait<0>();
+    mbar_arrive(empty + stage);
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    l[half] += __shfl_xor_sync(0xffffffffu, l[half], 1);
+    l[half] += __shfl_xor_sync(0xffffffffu, l[half], 2);
+    const int i = mine.first + row + half * 8;
+    if (i >= s.rows) continue;
+    bf16* to = out + (s.first + Index(i)) * ldo + h * DH + t * 2;
+#pragma unroll
+    for (int c = 0; c < DH / 8; ++c) {
+      const float* v = o[c / 8] + c % 8 * 4 + half * 2;
+      *reinterpret_cast<uint32_t*>(to + c * 8) = pack(v[0] / l[half], v[1] / l[half]);
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Logits
+
+/// find_not_finite -- sets *flag when a logit is not a number or infinite.
+///   grid   ceil(count / 4096)     block 256     bytes 4 count: read while they are in L2
+__global__ void __launch_bounds__(256) find_not_finite(const float* logits, Index count, int* flag) {
+  grid_wait(), grid_launch();
+  bool bad = false;
+  const Index begin = Index(blockIdx.x) * 4096, end = begin + 4096 < count ? begin + 4096 : count;
+  for (Index i = begin + threadIdx.x; i < end; i += 256) bad |= !(fabsf(logits[i]) < INFINITY);
+  if (bad) *flag = 1;  // whoever writes, writes the same
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Device memory, tensor maps, cuBLASLt
+
+/// Device memory of one owner.
+template <class T>
+class Buffer {
+ public:
+  Buffer() = default;
+  /// `clear`: set to zero; caches must be, since masked rows enter products as 0 x value.
+  explicit Buffer(Index count, bool clear = false) : count_(count) {
+    if (!count) return;
+    void* p = nullptr;
+    if (cudaMalloc(&p, std::size_t(bytes())) != cudaSuccess)
+      fail("CUDA: out of device memory: ", bytes(), " bytes asked for");
+    p_ = static_cast<T*>(p);
+    if (clear) CUDA_CHECK(cudaMemsetAsync(p_, 0, std::size_t(bytes()), nullptr));
+  }
+  Buffer(Buffer&& o) noexcept : p_(std::exchange(o.p_, nullptr)), count_(o.count_) {}
+  Buffer& operator=(Buffer&& o) noexcept {
+    std::swap(p_, o.p_), std::swap(count_, o.count_);
+    return *this;
+  }
+  ~Buffer() { cudaFree(p_); }
+  T* get() const { return p_; }
+  Index count() const { return count_; }
+  Index bytes() const { return count_ * Index(sizeof(T)); }
+
+ private:
+  T* p_ = nullptr;
+  Index count_ = 0;
+};
+
+/// Host memory that the device copies from and to without a detour.
+template <class T>
+class Pinned {
+ public:
+  explicit Pinned(Index count) {
+    void* p = nullptr;
+    CUDA_CHECK(cudaMallocHost(&p, std::size_t(count) * sizeof(T)));
+    p_ = static_cast<T*>(p);
+  }
+  Pinned(const Pinned&) = delete;
+  ~Pinned() { cudaFreeHost(p_); }
+  T* get() const { return p_; }
+  T& operator[](Index i) const { return p_[i]; }
+
+ private:
+  T* p_ = nullptr;
+};
+
+/// How TMA sees a BF16 matrix [rows,columns] from which 64 x 64 boxes are read. The driver's function comes through the
+/// runtime, so that the program does not link the driver.
+CUtensorMap tensor_map(void* base, Index rows, Index columns) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found{};
+  CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found));
+  if (found != cudaDriverEntryPointSuccess) fail("CUDA: the driver has no cuTensorMapEncodeTiled");
+  const cuuint64_t size[2] = {cuuint64_t(columns), cuuint64_t(rows)}, stride[1] = {cuuint64_t(columns * 2)};
+  const cuuint32_t box[2] = {64, 64}, step[2] = {1, 1};
+  CUtensorMap map{};
+  const CUresult status = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function)(
+      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, base, size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (status != CUDA_SUCCESS)
+    fail("CUDA: cuTensorMapEncodeTiled: error ", int(status), " for [", rows, ",", columns, "]");
+  return map;
+}
+
+/// The arguments of y = x W^T: x [n,ld], W [out,ld], y [n,ldy].
+struct Product {
+  const bf16* x;
+  const bf16* w;
+  Index ld;
+  void* y;
+  Index ldy, n, out;
+  To to;
+};
+
+#ifdef YOCOU_EMULATE
+/// In place of cuBLASLt: a loop on the host.
+class Library {
+ public:
+  bool run(const Product& p, cudaStream_t stream) {
+    emu::of(stream).add([p] {
+      for (Index i = 0; i < p.n; ++i)
+        for (Index o = 0; o < p.out; ++o) {
+          float sum = 0;
+          for (Index k = 0; k < p.ld; ++k) sum += to_float(p.x[i * p.ld + k]) * to_float(p.w[o * p.ld + k]);
+          if (p.to == To::bf16) put_product<To::bf16>(p.y, i * p.ldy + o, sum);
+          if (p.to == To::f32) put_product<To::f32>(p.y, i * p.ldy + o, sum);
+          if (p.to == To::add) put_product<To::add>(p.y, i * p.ldy + o, sum);
+        }
+    });
+    return true;
+  }
+};
+#else
+/// cuBLASLt, opened on first use: linked, it would cost every start of the program 70 ms and 500 MB of dependency.
+/// Row-major y = x W^T is column-major y^T = W x^T: its A is W (transposed), its B is x.
+class Library {
+ public:
+  Library() {
+    for (const char* name : {"libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"})
+      if (!so_) so_ = dlopen(name, RTLD_NOW | RTLD_LOCAL);
+    if (!so_) return;
+    const bool found =
+        load(create_, "cublasLtCreate") && load(destroy_, "cublasLtDestroy") && load(matmul_, "cublasLtMatmul") &&
+        load(desc_, "cublasLtMatmulDescInit_internal") && load(set_, "cublasLtMatmulDescSetAttribute") &&
+        load(layout_, "cublasLtMatrixLayoutInit_internal") && load(heuristic_, "cublasLtMatmulAlgoGetHeuristic") &&
+        load(preference_, "cublasLtMatmulPreferenceInit_internal") &&
+        load(prefer_, "cublasLtMatmulPreferenceSetAttribute");
+    if (found && create_(&handle_) != CUBLAS_STATUS_SUCCESS) handle_ = nullptr;
+    if (handle_) workspace_ = Buffer<char>(workspace_bytes);
+  }
+  Library(const Library&) = delete;
+  ~Library() {
+    if (handle_) destroy_(handle_);
+  }  // the library stays open: unloading it is not safe while the driver may call into it
+
+  /// False when there is no library or it knows no way: the caller then uses product_tile.
+  bool run(const Product& p, cudaStream_t stream) {
+    if (!handle_) return false;
+    const cudaDataType_t type = p.to == To::bf16 ? CUDA_R_16BF : CUDA_R_32F;
+    cublasLtMatmulDescOpaque_t desc;
+    cublasLtMatrixLayoutOpaque_t a, b, c;
+    const cublasOperation_t transposed = CUBLAS_OP_T;
+    desc_(&desc, sizeof desc, CUBLAS_COMPUTE_32F, CUDA_R_32F);
+    set_(&desc, CUBLASLT_MATMUL_DESC_TRANSA, &transposed, sizeof transposed);
+    layout_(&a, sizeof a, CUDA_R_16BF, uint64_t(p.ld), uint64_t(p.out), p.ld);
+    layout_(&b, sizeof b, CUDA_R_16BF, uint64_t(p.ld), uint64_t(p.n), p.ld);
+    layout_(&c, sizeof c, type, uint64_t(p.out), uint64_t(p.n), p.ldy);
+    const auto key = std::array<Index, 5>{p.n, p.out, p.ld, p.ldy, Index(p.to)};
+    auto found = algorithms_.find(key);
+    if (found == algorithms_.end()) {
+      cublasLtMatmulPreferenceOpaque_t preference;
+      preference_(&preference, sizeof preference);
+      prefer_(&preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace_bytes, sizeof workspace_bytes);
+      cublasLtMatmulHeuristicResult_t best{};
+      int count = 0;
+      heuristic_(handle_, &desc, &a, &b, &c, &c, &preference, 1, &best, &count);
+      found = algorithms_.emplace(key, std::pair{count > 0, best.algo}).first;
+    }
+    if (!found->second.first) return false;
+    const float one = 1, beta = p.to == To::add ? 1 : 0;
+    const cublasStatus_t status = matmul_(handle_, &desc, &one, p.w, &a, p.x, &b, &beta, p.y, &c, p.y, &c,
+                                          &found->second.second, workspace_.get(), workspace_bytes, stream);
+    if (status != CUBLAS_STATUS_SUCCESS) fail("cuBLASLt: error ", int(status), " for n = ", p.n, ", out = ", p.out);
+    return true;
+  }
+
+ private:
+  template <class F>
+  bool load(F& f, const char* name) {
+    return (f = reinterpret_cast<F>(dlsym(so_, name))) != nullptr;
+  }
+  static constexpr std::size_t workspace_bytes = 32 << 20;
+  void* so_ = nullptr;
+  cublasLtHandle_t handle_ = nullptr;
+  Buffer<char> workspace_;
+  std::map<std::array<Index, 5>, std::pair<bool, cublasLtMatmulAlgo_t>> algorithms_;
+  decltype(&cublasLtCreate) create_;
+  decltype(&cublasLtDestroy) destroy_;
+  decltype(&cublasLtMatmul) matmul_;
+  decltype(&cublasLtMatmulDescInit_internal) desc_;
+  decltype(&cublasLtMatmulDescSetAttribute) set_;
+  decltype(&cublasLtMatrixLayoutInit_internal) layout_;
+  decltype(&cublasLtMatmulAlgoGetHeuristic) heuristic_;
+  decltype(&cublasLtMatmulPreferenceInit_internal) preference_;
+  decltype(&cublasLtMatmulPreferenceSetAttribute) prefer_;
+};
+#endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The engine
+
+/// Which rungs to use; the tests try all.
+struct Rungs {
+  bool hopper = true;   ///< attend_split, attend_tiles
+  bool skinny = true;   ///< product_skinny
+  bool library = true;  ///< cuBLASLt
+  bool graphs = true;   ///< decode steps as captured graphs
+  bool pdl = true;
+};
+
+/// A matrix on the device: BF16, rows padded to 8 columns.
+struct Matrix {
+  Buffer<bf16> data;
+  Index rows = 0, columns = 0;
+  Index ld() const { return padded(columns); }
+};
+
+/// A layer's weights on the device. Matrices with the same input lie together, so one product serves them.
+struct DeviceLayer {
+  Buffer<float> attn_norm, ffn_norm;
+  Matrix qkv, wo;        ///< [(H+2G) dh,D] (a shared stage: [H dh,D])   [D,H dh]
+  Matrix gate_up, down;  ///< dense: [2F,D] [D,F]
+  Matrix router;         ///< [E,D]
+  Matrix expert_gate_up, expert_down, shared_gate_up, shared_down;  ///< [E 2Fe,D] [E D,Fe] [2Fs,D] [D,Fs]
+};
+
+/// Rows of a pass on the device, and what the host knows of them.
+struct Rows {
+  Row* rows = nullptr;      ///< [n]
+  Span* spans = nullptr;    ///< [segments]
+  Tile* tiles = nullptr;    ///< [tile_count], 64 query rows each
+  float2* turns = nullptr;  ///< [n,dh/2] cos, sin of each row's angles
+  Index n = 0, segments = 0, tile_count = 0;
+  bool single = false;  ///< every segment has one row
+  std::vector<Span> host;
+};
+
+/// What a pass did, before it is added to the counters. Attention depends on positions, which a replayed graph does not
+/// know: so a launch notes the window it used, and the rows' positions are looked up in the pass.
+struct Ledger {
+  Counters fixed;
+  std::vector<std::pair<Index, bool>> attended;  ///< window (0: all), and whether it ran on the wanted rows
+};
+
+class CudaEngine final : public Engine {
+ public:
+  CudaEngine(const Config& c, const Weights& w, const EngineOptions& o, const Rungs& rungs)
+      : c_(c), o_(o), rungs_(rungs), kv_size_(size_of(o.kv_dtype)), tables_(table_bytes()) {
+    if (c.head_dim > 256) fail("CUDA: head_dim is ", c.head_dim, "; the kernels take at most 256");
+    if (o.max_tokens >= std::numeric_limits<int>::max())
+      fail("CUDA: max_tokens is ", o.max_tokens, "; at most 2^31 - 2");
+    if (o.kv_dtype == Dtype::f16) fail("CUDA: a cache holds f32 or bf16");
+    fast_attention_ = rungs.hopper && o.kv_dtype == Dtype::bf16 && (c.head_dim == 64 || c.head_dim == 128);
+    CUDA_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+    upload(w);
+    allocate();
+    CUDA_CHECK(cudaDeviceSynchronize());
+  }
+  ~CudaEngine() override {
+    forget_graphs();
+    cudaStreamSynchronize(stream_);
+    cudaStreamDestroy(stream_);
+  }
+
+  int open() override {
+    for (std::size_t i = 0; i < sequences_.size(); ++i)
+      if (!sequences_[i].open) return sequences_[i] = {true, 0, {}}, int(i);
+    fail("CUDA: ", o_.max_sequences, " sequences are open, no more were asked for");
+  }
+  void close(int sequence) override {
+    Sequence& s = at(sequence);
+    free_pages_.insert(free_pages_.end(), s.pages.rbegin(), s.pages.rend());
+    s = {};
+  }
+  Index cache_bytes() const override {
+    Index bytes = 0;
+    for (const Sequence& s : sequences_)
+      if (s.open) bytes += ring_bytes_ + Index(s.pages.size()) * page_bytes_;
+    return bytes;
+  }
+  Index global_rows() const override { return global_rows_; }
+
+  void forward(std::span<const Segment> pass, float* logits) override;
+
+ private:
+  struct Sequence {
+    bool open = false;
+    Index length = 0;
+    std::vector<int> pages;
+  };
+  struct Graph {
+    cudaGraphExec_t exec = nullptr;
+    Ledger ledger;
+  };
+  /// One cache: K and V of a ring or of a pool of pages, and how TMA sees them.
+  struct Cache {
+    Buffer<char> k, v;
+    CUtensorMap k_map{}, v_map{};
+  };
+
+  Sequence& at(int sequence) {
+    if (sequence < 0 || sequence >= Index(sequences_.size()) || !sequences_[std::size_t(sequence)].open)
+      fail("CUDA: sequence ", sequence, " is not open");
+    return sequences_[std::size_t(sequence)];
+  }
+  // --- setup
+  void upload(const Weights& w);
+  Buffer<float> upload_gain(const Tensor& t);
+  Matrix upload_matrix(const std::vector<Tensor>& parts, Index columns);
+  void allocate();
+  Cache make_cache(Index rows);
+  Index table_bytes() const;
+  // --- a pass
+  void prepare(std::span<const Segment> pass);
+  void run_pass();
+  void run_stage(std::size_t s, const Rows*& rows, float*& x);
+  void run_layer(std::size_t s, Index loop, Index layer, const Rows& r, float* x);
+  void project_global(Index loop, const Rows& r, const float* x);
+  void attention(std::size_t s, Index cache, const Rows& r);
+  void moe(const DeviceLayer& l, const Rows& r, float* x);
+  void head(const Rows& r, const float* x, Index first, Index count);
+  void settle(const Ledger& ledger, std::span<const Segment> pass);
+  void forget_graphs() {
+    for (auto& [key, g] : graphs_) cudaGraphExecDestroy(g.exec);
+    graphs_.clear();
+  }
+  // --- operations
+  Launch grid(Index x, Index y, Index z, unsigned block, std::size_t shared = 0) const {
+    return {dim3(unsigned(x), unsigned(y), unsigned(z)), block, shared, stream_, rungs_.pdl};
+  }
+  template <To to>
+  void product(const bf16* x, const Matrix& w, void* y, Index ldy, Index n);
+  template <To to>
+  void grouped_product(const bf16* x, const Matrix& w, Index out, void* y, Index ldy, Index n, Groups groups);
+  void norm(const float* x, const int* which, const Buffer<float>& gain, Index n) {
+    launch(grid(n, 1, 1, 256, 32 * sizeof(float)), rms_norm, x, which, gain.get(), c_.dim, float(c_.norm_eps),
+           normed_.get(), padded(c_.dim));
+  }
+  void ffn(const Matrix& gate_up, const Matrix& down, Index n, float* x);
+  void append(const Rows& r, bf16* rows, Index ld, bool with_q, bool with_kv, bool rotate, Keys cache, bool to_cache,
+              Keys recent, bool to_recent);
+  Keys keys_of(const Cache& cache, Keys::Layout layout, Index window, const Rows& r) const {
+    return {layout,      cache.k.get(),   cache.v.get(), page_table_.get(), table_stride_, r.n + r.segments * window,
+            int(window), int(c_.kv_heads)};
+  }
+
+  const Config c_;
+  const EngineOptions o_;
+  const Rungs rungs_;
+  const Index kv_size_;
+  bool fast_attention_ = false;
+  cudaStream_t stream_ = nullptr;
+  Library library_;
+
+  // weights
+  Matrix embed_, head_, global_kv_;
+  Buffer<float> kv_norm_, norm_;
+  std::vector<std::vector<DeviceLayer>> layers_;
+  Buffer<double> frequency_;
+
+  // caches: by stage and loop x layer the window stages' rings; the paged ones share each sequence's page table
+  std::vector<std::vector<Cache>> caches_;  ///< [stage][loop * layers + layer]; shared: [stage][loop or 0]
+  Cache recent_;
+  std::vector<Sequence> sequences_;
+  std::vector<int> free_pages_;
+  Buffer<int> page_table_;
+  Index table_stride_ = 0, ring_bytes_ = 0, page_bytes_ = 0, global_rows_ = 0;
+
+  // the pass: tables that the host writes and one copy brings to the device, then the activations
+  Pinned<char> tables_;
+  Buffer<char> device_tables_;
+  Index pass_bytes_ = 0;
+  Rows all_, wanted_;
+  int* wanted_index_ = nullptr;  ///< device: which of all rows are wanted
+  Buffer<float2> turns_;
+  Buffer<float> x_, wanted_x_, router_logits_, route_weight_, logits_, part_;
+  Buffer<bf16> normed_, qkv_, heads_out_, gate_up_, hidden_, expert_out_;
+  Buffer<int> expert_, start_, order_, place_, flag_;
+  Index head_rows_ = 0, split_count_ = 1;
+  bool tracing_ = false;
+  Ledger ledger_;
+  std::map<std::pair<Index, Index>, Graph> graphs_;  ///< by batch size and splits of the longest sequence
+};
+
+Buffer<float> CudaEngine::upload_gain(const Tensor& t) {
+  std::vector<float> host(std::size_t(t.rows * t.cols));
+  for (std::size_t i = 0; i < host.size(); ++i) {
+    const char* p = static_cast<const char*>(t.data) + Index(i) * size_of(t.dtype);
+    if (t.dtype == Dtype::f32) std::memcpy(&host[i], p, 4);
+    else if (t.dtype == Dtype::bf16) {
+      bf16 v;
+      std::memcpy(&v, p, 2), host[i] = __bfloat162float(v);
+    } else {
+      __half v;
+      std::memcpy(&v, p, 2), host[i] = __half2float(v);
+    }
+  }
+  Buffer<float> device(Index(host.size()));
+  CUDA_CHECK(cudaMemcpy(device.get(), host.data(), std::size_t(device.bytes()), cudaMemcpyHostToDevice));
+  return device;
+}
+
+/// The parts, one below the other, as BF16 with padded rows. Converted a few thousand rows at a time: loading must not
+/// cost a second copy of the weights.
+Matrix CudaEngine::upload_matrix(const std::vector<Tensor>& parts, Index columns) {
+  Matrix m;
+  m.columns = columns;
+  for (const Tensor& t : parts) m.rows += t.rows;
+  m.data = Buffer<bf16>(m.rows * m.ld());
+  const Index step = std::max<Index>(1, (Index(16) << 20) / m.ld());
+  std::vector<bf16> host(std::size_t(std::min(step, std::max<Index>(m.rows, 1)) * m.ld()));
+  Index row = 0;
+  for (const Tensor& part : parts)
+    for (Index first = 0; first < part.rows; first += step) {
+      const Tensor t = part.slice(first, std::min(step, part.rows - first));
+      std::fill(host.begin(), host.end(), __float2bfloat16(0.0f));
+      for (Index r = 0; r < t.rows; ++r) {
+        const char* from = static_cast<const char*>(t.data) + r * columns * size_of(t.dtype);
+        bf16* to = host.data() + r * m.ld();
+        if (t.dtype == Dtype::bf16) std::memcpy(static_cast<void*>(to), from, std::size_t(columns) * 2);
+        else
+          for (Index c = 0; c < columns; ++c) {
+            float f;
+            __half h;
+            if (t.dtype == Dtype::f32) std::memcpy(&f, from + 4 * c, 4);
+            else std::memcpy(&h, from + 2 * c, 2), f = __half2float(h);
+            to[c] = __float2bfloat16(f);
+          }
+      }
+      CUDA_CHECK(cudaMemcpy(m.data.get() + row * m.ld(), host.data(), std::size_t(t.rows * m.ld()) * 2,
+                            cudaMemcpyHostToDevice));
+      row += t.rows;
+    }
+  return m;
+}
+
+void CudaEngine::upload(const Weights& w) {
+  const Index D = c_.dim;
+  embed_ = upload_matrix({w.embed}, D);
+  if (!c_.tied_embeddings) head_ = upload_matrix({w.head}, D);
+  norm_ = upload_gain(w.norm);
+  if (c_.has_shared()) kv_norm_ = upload_gain(w.kv_norm), global_kv_ = upload_matrix({w.kv_wk, w.kv_wv}, D);
+  for (std::size_t s = 0; s < c_.stages.size(); ++s) {
+    auto& stage = layers_.emplace_back();
+    for (const Layer& l : w.stages[s]) {
+      DeviceLayer& d = stage.emplace_back();
+      d.attn_norm = upload_gain(l.attn_norm), d.ffn_norm = upload_gain(l.ffn_norm);
+      d.qkv =
+          c_.stages[s].attention == Attention::shared ? upload_matrix({l.wq}, D) : upload_matrix({l.wq, l.wk, l.wv}, D);
+      d.wo = upload_matrix({l.wo}, c_.q_dim());
+      if (!c_.moe) {
+        d.gate_up = upload_matrix({l.dense.gate, l.dense.up}, D), d.down = upload_matrix({l.dense.down}, c_.ffn_dim);
+        continue;
+      }
+      const Moe& moe = *c_.moe;
+      d.router = upload_matrix({l.router}, D);
+      std::vector<Tensor> experts;
+      for (Index e = 0; e < moe.experts; ++e) {
+        experts.push_back(l.experts.gate.slice(e * moe.dim, moe.dim));
+        experts.push_back(l.experts.up.slice(e * moe.dim, moe.dim));
+      }
+      d.expert_gate_up = upload_matrix(experts, D), d.expert_down = upload_matrix({l.experts.down}, moe.dim);
+      if (moe.shared_dim) {
+        d.shared_gate_up = upload_matrix({l.shared.gate, l.shared.up}, D);
+        d.shared_down = upload_matrix({l.shared.down}, moe.shared_dim);
+      }
+    }
+  }
+  std::vector<double> f(std::size_t(std::max<Index>(c_.head_dim / 2, 1)));
+  for (std::size_t i = 0; i < f.size(); ++i) f[i] = std::pow(c_.rope_theta, -2.0 * double(i) / double(c_.head_dim));
+  frequency_ = Buffer<double>(Index(f.size()));
+  CUDA_CHECK(cudaMemcpy(frequency_.get(), f.data(), std::size_t(frequency_.bytes()), cudaMemcpyHostToDevice));
+}
+
+CudaEngine::Cache CudaEngine::make_cache(Index rows) {
+  Cache cache;
+  const Index bytes = rows * c_.head_dim * kv_size_;
+  cache.k = Buffer<char>(bytes, /*clear=*/true), cache.v = Buffer<char>(bytes, /*clear=*/true);
+  if (fast_attention_ && rows) {
+    if (rows >= std::numeric_limits<int>::max()) fail("CUDA: a cache of ", rows, " rows; at most 2^31 - 2");
+    cache.k_map = tensor_map(cache.k.get(), rows, c_.head_dim),
+    cache.v_map = tensor_map(cache.v.get(), rows, c_.head_dim);
+  }
+  return cache;
+}
+
+/// Rows, spans and tiles of all rows and of the wanted ones; the indices of the latter.
+Index CudaEngine::table_bytes() const {
+  const Index n = o_.max_rows, spans = o_.max_sequences, tiles = ceil_div(n, 64) + spans;
+  return 2 * (n * Index(sizeof(Row)) + spans * Index(sizeof(Span)) + tiles * Index(sizeof(Tile))) + n * 4 + 256;
+}
+
+void CudaEngine::allocate() {
+  const Index n = o_.max_rows, G = c_.kv_heads, D = c_.dim, row_bytes = 2 * c_.kv_dim() * kv_size_;
+  Index paged = 0, widest = 0;
+  const Index pages = o_.max_tokens / block_rows + o_.max_sequences;  // every sequence may waste most of a page
+  for (const Stage& s : c_.stages) {
+    auto& caches = caches_.emplace_back();
+    const Index count = s.attention == Attention::shared ? (s.refresh_kv ? s.loops : 1) : s.loops * s.layers;
+    if (s.attention == Attention::window) {
+      ring_bytes_ += count * s.window * row_bytes, widest = std::max(widest, s.window);
+    } else {
+      paged += count;
+    }
+    const Index rows = s.attention == Attention::window ? o_.max_sequences * s.window : pages * block_rows;
+    for (Index i = 0; i < count; ++i) caches.push_back(make_cache(rows * G));
+  }
+  page_bytes_ = paged * block_rows * row_bytes;
+  if (widest) recent_ = make_cache((n + o_.max_sequences * widest) * G);
+  sequences_.resize(std::size_t(o_.max_sequences));
+  if (paged) {
+    for (Index i = pages; i-- > 0;) free_pages_.push_back(int(i));
+    table_stride_ = ceil_div(o_.max_tokens, block_rows);
+  }
+  page_table_ = Buffer<int>(std::max<Index>(1, o_.max_sequences * table_stride_), /*clear=*/true);
+
+  device_tables_ = Buffer<char>(table_bytes());
+  turns_ = Buffer<float2>(2 * n * std::max<Index>(1, c_.head_dim / 2));
+  x_ = Buffer<float>(n * D), wanted_x_ = Buffer<float>(n * D);
+  normed_ = Buffer<bf16>(n * padded(D));
+  qkv_ = Buffer<bf16>(n * padded(c_.q_dim() + 2 * c_.kv_dim()));
+  heads_out_ = Buffer<bf16>(n * padded(c_.q_dim()), /*clear=*/true);
+  Index gate_up = n * padded(2 * c_.ffn_dim), hidden = n * padded(c_.ffn_dim);
+  if (c_.moe) {
+    const Index assigned = n * c_.moe->active;
+    gate_up = std::max(assigned * padded(2 * c_.moe->dim), n * padded(2 * c_.moe->shared_dim));
+    hidden = std::max(assigned * padded(c_.moe->dim), n * padded(c_.moe->shared_dim));
+    expert_out_ = Buffer<bf16>(assigned * padded(D));
+    router_logits_ = Buffer<float>(n * c_.moe->experts), route_weight_ = Buffer<float>(assigned);
+    expert_ = Buffer<int>(assigned), order_ = Buffer<int>(assigned), place_ = Buffer<int>(assigned);
+    start_ = Buffer<int>(c_.moe->experts + 1);
+  }
+  gate_up_ = Buffer<bf16>(gate_up), hidden_ = Buffer<bf16>(hidden);
+  head_rows_ = std::min<Index>(n, 256);
+  logits_ = Buffer<float>(head_rows_ * c_.vocab_size);
+  flag_ = Buffer<int>(1, /*clear=*/true);
+}
+
+// --- operations
+
+template <To to>
+void CudaEngine::product(const bf16* x, const Matrix& w, void* y, Index ldy, Index n) {
+  ledger_.fixed.flops += uint64_t(2 * n) * uint64_t(w.rows * w.columns);
+  ledger_.fixed.bytes += uint64_t(2 * w.rows * w.columns);
+  if (n <= 32 && rungs_.skinny) return grouped_product<to>(x, w, w.rows, y, ldy, n, Groups{});
+  if (rungs_.library && library_.run({x, w.data.get(), w.ld(), y, ldy, n, w.rows, to}, stream_)) return;
+  launch(grid(ceil_div(w.rows, 64), ceil_div(n, 64), 1, 128, 3 * 2 * 64 * 64 * 2), product_tile<to>, x, w.data.get(),
+         w.ld(), y, ldy, n, w.rows, Groups{});
+}
+
+/// Per expert its own rows and weights; `n` rows in all groups together, which only the device can tell apart.
+template <To to>
+void CudaEngine::grouped_product(const bf16* x, const Matrix& w, Index out, void* y, Index ldy, Index n,
+                                 Groups groups) {
+  const Index count = w.rows / out;
+  const auto skinny = [&]<int Tiles>(std::integral_constant<int, Tiles>) {
+    launch(grid(ceil_div(out, 16), count, 1, 256, 8 * Tiles * 128 * sizeof(float)), product_skinny<to, Tiles>, x,
+           w.data.get(), w.ld(), y, ldy, n, out, groups);
+  };
+  // an expert's share of the rows is not known here: 8 rows at a time suit a decode step, where it is about n / E
+  if (rungs_.skinny && n <= 8 * count) return skinny(std::integral_constant<int, 1>{});
+  if (rungs_.skinny && n <= 16 * count) return skinny(std::integral_constant<int, 2>{});
+  if (rungs_.skinny && n <= 32 * count) return skinny(std::integral_constant<int, 4>{});
+  launch(grid(ceil_div(out, 64), ceil_div(n, 64), count, 128, 3 * 2 * 64 * 64 * 2), product_tile<to>, x, w.data.get(),
+         w.ld(), y, ldy, n, out, groups);
+}
+
+void CudaEngine::ffn(const Matrix& gate_up, const Matrix& down, Index n, float* x) {
+  const Index F = down.columns, ldg = padded(2 * F);
+  product<To::bf16>(normed_.get(), gate_up, gate_up_.get(), ldg, n);
+  launch(grid(n, ceil_div(padded(F), 256), 1, 256), swiglu, gate_up_.get(), ldg, F, hidden_.get(), padded(F));
+  product<To::add>(hidden_.get(), down, x, c_.dim, n);
+}
+
+/// X += the experts' outputs and the shared expert's; the normed rows are in normed_.
+void CudaEngine::moe(const DeviceLayer& l, const Rows& r, float* x) {
+  const Moe& m = *c_.moe;
+  const Index assigned = r.n * m.active, ldg = padded(2 * m.dim), ldh = padded(m.dim), ldo = padded(c_.dim);
+  product<To::f32>(normed_.get(), l.router, router_logits_.get(), m.experts, r.n);
+  launch(grid(ceil_div(r.n, 4), 1, 1, 128), route, router_logits_.get(), r.n, int(m.experts), int(m.active),
+         m.normalize, expert_.get(), route_weight_.get());
+  launch(grid(m.experts, 1, 1, 256, 16 * sizeof(int)), sort_by_expert, expert_.get(), assigned, start_.get(),
+         order_.get(), place_.get());
+  const Groups gathered{start_.get(), order_.get(), int(m.active)}, sorted{start_.get(), nullptr, 1};
+  grouped_product<To::bf16>(normed_.get(), l.expert_gate_up, 2 * m.dim, gate_up_.get(), ldg, assigned, gathered);
+  launch(grid(assigned, ceil_div(ldh, 256), 1, 256), swiglu, gate_up_.get(), ldg, m.dim, hidden_.get(), ldh);
+  grouped_product<To::bf16>(hidden_.get(), l.expert_down, c_.dim, expert_out_.get(), ldo, assigned, sorted);
+  launch(grid(r.n, 1, 1, 128), combine, expert_out_.get(), ldo, place_.get(), route_weight_.get(), int(m.active),
+         c_.dim, x);
+  ledger_.fixed.flops += uint64_t(6 * assigned) * uint64_t(c_.dim * m.dim);
+  ledger_.fixed.bytes += uint64_t(6 * std::min(m.experts, assigned)) * uint64_t(c_.dim * m.dim);  // at most so many
+  if (m.shared_dim) ffn(l.shared_gate_up, l.shared_down, r.n, x);
+}
+
+void CudaEngine::append(const Rows& r, bf16* rows, Index ld, bool with_q, bool with_kv, bool rotate, Keys cache,
+                        bool to_cache, Keys recent, bool to_recent) {
+  const Append a{ld,
+                 with_q ? int(c_.heads) : 0,
+                 with_kv ? int(c_.kv_heads) : 0,
+                 int(c_.head_dim),
+                 rotate,
+                 c_.rope_half,
+                 to_cache,
+                 to_recent};
+  const auto kernel = o_.kv_dtype == Dtype::bf16 ? rotate_append<bf16> : rotate_append<float>;
+  launch(grid(r.n, 1, 1, 128), kernel, r.rows, r.spans, r.turns, rows, a, cache, recent);
+}
+
+/// q (and, in a window or full stage, k and v) of the rows are in qkv_: rotates, appends, attends; heads to heads_out_.
+void CudaEngine::attention(std::size_t stage, Index cache_index, const Rows& r) {
+  const Stage& s = c_.stages[stage];
+  const Cache& cache = caches_[stage][std::size_t(cache_index)];
+  const bool shared = s.attention == Attention::shared, window = s.attention == Attention::window;
+  const Index ld = padded(c_.q_dim() + (shared ? 0 : 2 * c_.kv_dim())), ldo = padded(c_.q_dim());
+  const Index W = window ? s.window : 0;
+  const bool recent = window && !r.single;  // single rows are appended first and then read the ring
+  const Keys in_cache = keys_of(cache, window ? Keys::ring : Keys::paged, W, r);
+  const Keys in_recent = keys_of(recent_, Keys::recent, W, r);
+  if (recent) {
+    const auto kernel = o_.kv_dtype == Dtype::bf16 ? history<bf16> : history<float>;
+    if (W > 1) launch(grid(W - 1, r.segments, 1, 128), kernel, r.spans, in_cache, in_recent, int(c_.head_dim));
+  }
+  if (!shared || s.rope)
+    append(r, qkv_.get(), ld, /*with_q=*/true, /*with_kv=*/!shared, s.rope, in_cache, /*to_cache=*/!shared, in_recent,
+           recent);
+  const Keys& keys = recent ? in_recent : in_cache;
+  const Cache& maps = recent ? recent_ : cache;
+  const float scale = 1 / std::sqrt(float(c_.head_dim));
+  ledger_.attended.push_back({W, &r == &wanted_});
+  if (!fast_attention_ || (r.single && c_.group() > 16)) {
+    const auto kernel = o_.kv_dtype == Dtype::bf16 ? attend<bf16> : attend<float>;
+    return launch(grid(ceil_div(r.n * c_.heads, 4), 1, 1, 128, 128 * sizeof(float)), kernel, r.rows, r.spans,
+                  qkv_.get(), ld, keys, r.n, int(c_.heads), int(c_.head_dim), scale, heads_out_.get(), ldo);
+  }
+  const auto fast = [&]<int DH>(std::integral_constant<int, DH>) {
+    const std::size_t stage_bytes = 2 * 64 * DH * 2;
+    if (r.single) {
+      const Index splits = window ? ceil_div(W, split_rows) : split_count_;
+      launch(grid(splits, c_.kv_heads, r.n, 128, split_stages * (stage_bytes + 16)), attend_split<DH>, maps.k_map,
+             maps.v_map, r.rows, qkv_.get(), ld, keys, int(c_.heads), scale * log2_e, part_.get(), heads_out_.get(),
+             ldo);
+      if (splits > 1)
+        launch(grid(c_.heads, r.n, 1, DH), attend_merge<DH>, part_.get(), r.rows, int(W), int(splits), heads_out_.get(),
+               ldo);
+    } else {
+      launch(grid(r.tile_count, c_.heads, 1, 160, tile_stages * (stage_bytes + 16)), attend_tiles<DH>, maps.k_map,
+             maps.v_map, r.tiles, r.spans, qkv_.get(), ld, keys, int(c_.heads), scale * log2_e, heads_out_.get(), ldo);
+    }
+  };
+  c_.head_dim == 64 ? fast(std::integral_constant<int, 64>{}) : fast(std::integral_constant<int, 128>{});
+}
+
+// --- a pass
+
+/// Checks the pass, gives pages to the growing sequences, and sends the tables of its rows.
+void CudaEngine::prepare(std::span<const Segment> pass) {
+  Index n = 0, need = 0;
+  std::vector<char> seen(sequences_.size());
+  for (const Segment& g : pass) {
+    const Sequence& s = at(g.sequence);
+    if (std::exchange(seen[std::size_t(g.sequence)], 1)) fail("CUDA: sequence ", g.sequence, " is in the pass twice");
+    if (g.tokens.empty()) fail("CUDA: a segment without tokens");
+    for (const int t : g.tokens)
+      if (t < 0 || t >= c_.vocab_size) fail("token ", t, " is not in 0 .. ", c_.vocab_size - 1);
+    n += Index(g.tokens.size());
+    need += ceil_div(s.length + Index(g.tokens.size()), block_rows) - Index(s.pages.size());
+  }
+  if (n > o_.max_rows) fail("CUDA: a pass of ", n, " rows; at most ", o_.max_rows, " were asked for");
+  if (page_bytes_ && need > Index(free_pages_.size()))
+    fail("CUDA: the caches are full: ", o_.max_tokens, " positions were asked for");
+
+  char* host = tables_.get();
+  Index used = 0;
+  const auto take = [&]<class T>(Index count, T*& host_array) {  // the same place in both copies of the tables
+    used = ceil_div(used, 16) * 16;
+    host_array = reinterpret_cast<T*>(host + used);
+    T* device = reinterpret_cast<T*>(device_tables_.get() + used);
+    used += count * Index(sizeof(T));
+    return device;
+  };
+  const auto build = [&](Rows& r, bool only_wanted, float2* turns) {
+    const auto rows_of = [&](const Segment& g) {
+      const Index all = Index(g.tokens.size());
+      return !only_wanted || g.want == Logits::all ? all : g.want == Logits::last ? Index(1) : Index(0);
+    };
+    r = {};
+    r.turns = turns, r.single = true;
+    for (const Segment& g : pass)
+      if (const Index rows = rows_of(g))
+        ++r.segments, r.n += rows, r.tile_count += ceil_div(rows, 64), r.single &= rows == 1;
+    Row* row;
+    Span* span;
+    Tile* tile;
+    r.rows = take(r.n, row), r.spans = take(r.segments, span), r.tiles = take(r.tile_count, tile);
+    int first = 0;
+    for (const Segment& g : pass) {
+      const int rows = int(rows_of(g)), skipped = int(g.tokens.size()) - rows;
+      if (!rows) continue;
+      const int position = int(sequences_[std::size_t(g.sequence)].length) + skipped, segment = int(r.host.size());
+      for (int i = 0; i < rows; ++i)
+        *row++ = {g.tokens[std::size_t(skipped + i)], position + i, g.sequence, segment, position + rows};
+      for (int i = 0; i < rows; i += 64) *tile++ = {segment, i};
+      r.host.push_back(*span++ = {first, rows, position, g.sequence});
+      first += rows;
+    }
+  };
+  build(all_, /*only_wanted=*/false, turns_.get());
+  build(wanted_, /*only_wanted=*/true, turns_.get() + o_.max_rows * (c_.head_dim / 2));
+  int* index;
+  wanted_index_ = take(wanted_.n, index);
+  int first = 0;
+  for (const Segment& g : pass) {
+    const int rows = int(g.tokens.size());
+    for (int i = g.want == Logits::all ? 0 : g.want == Logits::last ? rows - 1 : rows; i < rows; ++i)
+      *index++ = first + i;
+    first += rows;
+  }
+  pass_bytes_ = used;
+  CUDA_CHECK(cudaMemcpyAsync(device_tables_.get(), host, std::size_t(used), cudaMemcpyHostToDevice, stream_));
+
+  Index longest = 1;
+  for (const Segment& g : pass) {
+    Sequence& s = sequences_[std::size_t(g.sequence)];
+    const Index length = s.length + Index(g.tokens.size()), had = Index(s.pages.size());
+    longest = std::max(longest, length);
+    if (!page_bytes_) continue;
+    while (Index(s.pages.size()) < ceil_div(length, block_rows))
+      s.pages.push_back(free_pages_.back()), free_pages_.pop_back();
+    const Index more = Index(s.pages.size()) - had;
+    if (more)  // the vector outlives the copy: the pass ends with a synchronisation
+      CUDA_CHECK(cudaMemcpyAsync(page_table_.get() + g.sequence * table_stride_ + had, s.pages.data() + had,
+                                 std::size_t(more) * sizeof(int), cudaMemcpyHostToDevice, stream_));
+  }
+  // splits for the longest sequence, rounded up to a power of two: a graph serves all lengths up to there
+  split_count_ = 1;
+  while (split_count_ * split_rows < longest) split_count_ *= 2;
+  Index splits = 1;
+  for (const Stage& s : c_.stages)
+    splits = std::max(splits, s.attention == Attention::window ? ceil_div(s.window, split_rows) : split_count_);
+  const Index part = splits > 1 ? std::min(o_.max_sequences, all_.n) * c_.heads * splits * (c_.head_dim + 2) : 0;
+  if (fast_attention_ && part > part_.count()) forget_graphs(), part_ = {}, part_ = Buffer<float>(part);
+}
+
+/// K^, V^ of the rows, once per pass of the stage that needs them anew.
+void CudaEngine::project_global(Index loop, const Rows& r, const float* x) {
+  const Stage& s = c_.stages.back();
+  norm(x, nullptr, kv_norm_, r.n);
+  const Index ld = padded(2 * c_.kv_dim());
+  product<To::bf16>(normed_.get(), global_kv_, qkv_.get(), ld, r.n);
+  const Keys keys = keys_of(caches_.back()[std::size_t(s.refresh_kv ? loop : 0)], Keys::paged, 0, r);
+  append(r, qkv_.get(), ld, /*with_q=*/false, /*with_kv=*/true, s.rope, keys, /*to_cache=*/true, keys,
+         /*to_recent=*/false);
+  global_rows_ += r.n;
+}
+
+void CudaEngine::run_layer(std::size_t stage, Index loop, Index layer, const Rows& r, float* x) {
+  const Stage& s = c_.stages[stage];
+  const DeviceLayer& l = layers_[stage][std::size_t(layer)];
+  const bool shared = s.attention == Attention::shared;
+  norm(x, nullptr, l.attn_norm, r.n);
+  product<To::bf16>(normed_.get(), l.qkv, qkv_.get(), padded(l.qkv.rows), r.n);
+  attention(stage, shared ? (s.refresh_kv ? loop : 0) : loop * s.layers + layer, r);
+  product<To::add>(heads_out_.get(), l.wo, x, c_.dim, r.n);
+  norm(x, nullptr, l.ffn_norm, r.n);
+  c_.moe ? moe(l, r, x) : ffn(l.gate_up, l.down, r.n, x);
+  if (tracing_) {
+    std::vector<float> host(std::size_t(r.n * c_.dim));
+    std::vector<int> start(c_.moe ? std::size_t(c_.moe->experts) + 1 : 0);
+    CUDA_CHECK(cudaMemcpyAsync(host.data(), x, host.size() * 4, cudaMemcpyDeviceToHost, stream_));
+    if (c_.moe)
+      CUDA_CHECK(cudaMemcpyAsync(start.data(), start_.get(), start.size() * 4, cudaMemcpyDeviceToHost, stream_));
+    CUDA_CHECK(cudaStreamSynchronize(stream_));
+    std::vector<Index> load;
+    for (std::size_t e = 0; e + 1 < start.size(); ++e) load.push_back(start[e + 1] - start[e]);
+    on_layer({Index(stage), loop, layer, host, load});
+  }
+}
+
+/// All loops of a stage. In a shared stage only the wanted rows go on once the caches above have what they need.
+void CudaEngine::run_stage(std::size_t stage, const Rows*& rows, float*& x) {
+  const Stage& s = c_.stages[stage];
+  const bool shared = s.attention == Attention::shared;
+  for (Index loop = 0; loop < s.loops; ++loop) {
+    if (shared && (loop == 0 || s.refresh_kv)) project_global(loop, *rows, x);
+    if (shared && rows == &all_ && (!s.refresh_kv || loop + 1 == s.loops)) {
+      if (!wanted_.n) return;
+      if (wanted_.n != all_.n) {
+        launch(grid(wanted_.n, 1, 1, 128), gather_rows, x, wanted_index_, c_.dim, wanted_x_.get());
+        x = wanted_x_.get(), rows = &wanted_;
+      }
+    }
+    if (shared) ledger_.fixed.cross_positions += uint64_t(rows->n);
+    for (Index layer = 0; layer < s.layers; ++layer) run_layer(stage, loop, layer, *rows, x);
+  }
+}
+
+/// Logits of `count` rows, from the first-th of the wanted.
+void CudaEngine::head(const Rows& r, const float* x, Index first, Index count) {
+  if (&r == &all_) norm(x, wanted_index_ + first, norm_, count);  // no shared stage: all rows came up to here
+  else norm(x + first * c_.dim, nullptr, norm_, count);
+  product<To::f32>(normed_.get(), c_.tied_embeddings ? embed_ : head_, logits_.get(), c_.vocab_size, count);
+  launch(grid(ceil_div(count * c_.vocab_size, 4096), 1, 1, 256), find_not_finite, logits_.get(), count * c_.vocab_size,
+         flag_.get());
+}
+
+void CudaEngine::run_pass() {
+  const Index half = c_.head_dim / 2;
+  for (const Rows* r : {&all_, &wanted_})
+    if (r->n && half)
+      launch(grid(ceil_div(r->n * half, 128), 1, 1, 128), rope_table, r->rows, r->n, int(half), frequency_.get(),
+             r->turns);
+  launch(grid(all_.n, 1, 1, 128), embed_rows, all_.rows, embed_.data.get(), embed_.ld(), c_.dim, float(c_.embed_scale),
+         x_.get());
+  if (tracing_) {
+    std::vector<float> host(std::size_t(all_.n * c_.dim));
+    CUDA_CHECK(cudaMemcpyAsync(host.data(), x_.get(), host.size() * 4, cudaMemcpyDeviceToHost, stream_));
+    CUDA_CHECK(cudaStreamSynchronize(stream_));
+    on_layer({-1, 0, 0, host, {}});
+  }
+}
+
+/// Adds what the pass did to the counters. Attention counts the keys that each query row's mask admits.
+void CudaEngine::settle(const Ledger& ledger, std::span<const Segment>) {
+  counters.flops += ledger.fixed.flops, counters.bytes += ledger.fixed.bytes;
+  counters.cross_positions += ledger.fixed.cross_positions;
+  for (const auto& [window, wanted] : ledger.attended)
+    for (const Span& s : (wanted ? wanted_ : all_).host) {
+      Index keys = 0;
+      for (Index p = s.position; p < s.position + s.rows; ++p) keys += window ? std::min(p + 1, window) : p + 1;
+      const Index oldest = window ? std::max<Index>(0, s.position - window + 1) : 0;
+      counters.flops += uint64_t(4 * c_.q_dim()) * uint64_t(keys);
+      counters.bytes += uint64_t(2 * c_.kv_dim() * kv_size_) * uint64_t(s.position + s.rows - oldest);
+    }
+}
+
+void CudaEngine::forward(std::span<const Segment> pass, float* logits) {
+  if (pass.empty()) return;
+  prepare(pass);
+  tracing_ = bool(on_layer);
+  ledger_ = {};
+  const auto body = [&] {  // everything up to the first rows' logits
+    run_pass();
+    const Rows* rows = &all_;
+    float* x = x_.get();
+    for (std::size_t s = 0; s < c_.stages.size(); ++s) run_stage(s, rows, x);
+    if (wanted_.n) head(*rows, x, 0, std::min(head_rows_, wanted_.n));
+    return std::pair{rows, x};
+  };
+  const auto copy_out = [&](Index first, Index count) {
+    CUDA_CHECK(cudaMemcpyAsync(logits + first * c_.vocab_size, logits_.get(), std::size_t(count * c_.vocab_size) * 4,
+                               cudaMemcpyDeviceToHost, stream_));
+  };
+  const bool step = all_.single && wanted_.n == all_.n && all_.n <= head_rows_;
+  const Index global_before = global_rows_;
+  if (step && rungs_.graphs && !tracing_) {
+    const auto key = std::pair{all_.n, split_count_};
+    auto found = graphs_.find(key);
+    if (found == graphs_.end()) {
+      CUDA_CHECK(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
+      body();
+      cudaGraph_t graph = nullptr;
+      Graph made;
+      CUDA_CHECK(cudaStreamEndCapture(stream_, &graph));
+      CUDA_CHECK(cudaGraphInstantiate(&made.exec, graph, 0));
+      CUDA_CHECK(cudaGraphDestroy(graph));
+      made.ledger = ledger_;
+      found = graphs_.emplace(key, std::move(made)).first;
+    } else if (c_.has_shared()) {
+      global_rows_ += all_.n * Index(caches_.back().size());
+    }
+    CUDA_CHECK(cudaGraphLaunch(found->second.exec, stream_));
+    if (logits) copy_out(0, all_.n);
+    ledger_ = found->second.ledger;
+  } else {
+    const auto [rows, x] = body();
+    for (Index first = 0; first < wanted_.n; first += head_rows_) {
+      const Index count = std::min(head_rows_, wanted_.n - first);
+      if (first) head(*rows, x, first, count);
+      if (logits) copy_out(first, count);
+    }
+  }
+  int bad = 0;
+  CUDA_CHECK(cudaMemcpyAsync(&bad, flag_.get(), sizeof bad, cudaMemcpyDeviceToHost, stream_));
+  CUDA_CHECK(cudaStreamSynchronize(stream_));
+  settle(ledger_, pass);
+  for (const Segment& g : pass) sequences_[std::size_t(g.sequence)].length += Index(g.tokens.size());
+  if (bad) {
+    CUDA_CHECK(cudaMemsetAsync(flag_.get(), 0, sizeof(int), stream_));
+    fail("logits that are not finite: the model's numbers leave the range of the arithmetic");
+  }
+  (void)global_before;
+}
+
+}  // namespace
+
+std::unique_ptr<Engine> make_cuda_engine(const Config& c, const Weights& w, const EngineOptions& o) {
+  int devices = 0, device = 0, major = 0;
+  if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0)
+    fail("--device cuda: no CUDA device (or no driver for it) on this machine");
+  CUDA_CHECK(cudaGetDevice(&device));
+  CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  if (major < 8) fail("--device cuda: the device's compute capability is ", major, ".x; 8.0 (Ampere) is the least");
+  Rungs rungs;
+  rungs.hopper = rungs.pdl = major == 9;
+  return std::make_unique<CudaEngine>(c, w, o, rungs);
+}
+
+}  // namespace yocou
