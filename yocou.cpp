@@ -1,0 +1,3006 @@
+/// @file
+/// yocou.cpp -- Universal YOCO (arXiv 2604.01220) on the CPU, whole: a RoPE sliding-window self-decoder applied T times
+/// with the same weights, one global cache K^, V^ written once, a NoPE cross-decoder that reads it, dense or
+/// mixture-of-experts FFN. An architecture is a list of stages (yocou.h), so Transformer, YOCO, Universal Transformer,
+/// RINS and the paper's ablations run through the same lines. It reads top to bottom:
+///
+///   the model     1 numbers   2 products   3 caches   4 attention   5 layer parts   6 the model   7 prefill, decode
+///   the program   8 architectures   9 checkpoints   10 accounting   11 the machine   12 commands
+///
+/// It does not train, has no tokenizer beyond bytes, and needs x86-64-v3 (AVX2, FMA, F16C).
+///
+/// One promise shapes parts 2 to 5: a row's result is a function of that row alone. Every sum runs in an order fixed by
+/// positions and widths, never by chunk, batch or thread, so whole-prompt, chunked, token-by-token and batched runs,
+/// on any number of threads, give the same logits to the bit.
+#include "yocou.h"
+
+#include <fcntl.h>
+#include <immintrin.h>
+#include <omp.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <Eigen/Core>
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cerrno>
+#include <charconv>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iomanip>
+#include <iostream>
+#include <limits>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <numeric>
+#include <random>
+#include <set>
+
+namespace yocou {
+
+// =====================================================================================================================
+// 1. Numbers: three storage types, float32 arithmetic, eight at a time
+
+struct Bf16 {
+  std::uint16_t bits;  ///< the upper half of a float32
+};
+struct F16 {
+  std::uint16_t bits;  ///< IEEE half
+};
+
+inline float to_float(float v) { return v; }
+inline float to_float(Bf16 v) { return std::bit_cast<float>(std::uint32_t{v.bits} << 16); }
+inline float to_float(F16 v) { return _cvtsh_ss(v.bits); }
+
+/// Nearest value, ties to even; a NaN stays a NaN.
+inline void store(float v, float* to) { *to = v; }
+inline void store(float v, Bf16* to) {
+  const auto bits = std::bit_cast<std::uint32_t>(v);
+  to->bits = static_cast<std::uint16_t>(std::isnan(v) ? (bits >> 16 | 0x40) : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+inline void store(float v, F16* to) { to->bits = _cvtss_sh(v, _MM_FROUND_TO_NEAREST_INT); }
+
+inline __m256 load8(const float* p) { return _mm256_loadu_ps(p); }
+inline __m256 load8(const Bf16* p) {
+  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+inline __m256 load8(const F16* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+
+/// The last `count` < 8 numbers of a row, zeros behind.
+template <class Num>
+inline __m256 load_tail(const Num* p, Index count) {
+  alignas(32) float v[8] = {};
+  for (Index i = 0; i < count; ++i) v[i] = to_float(p[i]);
+  return _mm256_load_ps(v);
+}
+
+/// Calls f with a value of the type that `t` names: the only place where a stored type becomes a C++ type.
+template <class F>
+inline decltype(auto) with_type(Dtype t, F&& f) {
+  switch (t) {
+    case Dtype::f32: return f(float{});
+    case Dtype::bf16: return f(Bf16{});
+    default: return f(F16{});
+  }
+}
+
+/// e^x within 2 ulp for x <= 88 (larger x count as 88), 0 below -87, NaN for NaN. Branch-free, so that loops over it
+/// vectorise and an element's value does not depend on its place in the loop, as it does with a library's.
+inline float exp_fast(float x) {
+  const float y = x > 88.f ? 88.f : x;
+  const float shifted = std::fma(y, 1.44269504f, 12582912.f);  // adding 1.5 * 2^23 rounds y / ln 2 to an integer n,
+  const float n = shifted - 12582912.f;                        // which then sits in the low bits of `shifted`
+  const float r = std::fma(n, 1.42860677e-6f, std::fma(n, -0.693148613f, y));  // y - n ln 2, |r| <= 0.347
+  float e = 1.f / 5040;
+  for (float c : {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 0.5f, 1.f, 1.f}) e = std::fma(e, r, c);
+  const float power = std::bit_cast<float>((std::bit_cast<std::uint32_t>(shifted) << 23) + 0x3f800000u);  // 2^n
+  return x < -87.f ? 0.f : e * power;
+}
+
+/// The four sums of four 8-lane accumulators, always in this order of additions.
+inline __m128 reduce4(const __m256 (&a)[4]) {
+  const __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps(a[0], a[1]), _mm256_hadd_ps(a[2], a[3]));
+  return _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1));
+}
+
+/// a . b over n numbers.
+inline float dot(const float* a, const float* b, Index n) {
+  __m256 sum[4] = {};
+  Index i = 0;
+  for (; i + 8 <= n; i += 8) sum[0] = _mm256_fmadd_ps(load8(a + i), load8(b + i), sum[0]);
+  if (i < n) sum[0] = _mm256_fmadd_ps(load_tail(a + i, n - i), load_tail(b + i, n - i), sum[0]);
+  return _mm_cvtss_f32(reduce4(sum));
+}
+
+// =====================================================================================================================
+// 2. Products: y = x W^T, and nothing else, carries the model's weights
+
+/// One product of a parallel region: y [n,m] = x [n,K] w^T, or += with `add`; w [m,K]. 2 n m K FLOP.
+struct Product {
+  const float* x;
+  Index n;
+  Tensor w;
+  float* y;
+  bool add = false;
+};
+
+inline constexpr Index depth = 1024;  ///< columns of K summed in registers before y is touched; part of the result
+inline constexpr Index strip = 64;    ///< rows of w that one thread takes at a time
+inline constexpr Index panel = 192;   ///< rows of x that pass over a strip together: 192 x 1024 x 4 B stay in L2
+inline constexpr Index small_work = 1 << 22;  ///< FLOP under which a second thread costs more than it brings
+
+/// R rows of x against 4 rows of w, both along K: R x 4 sums in registers, 4R FMA for R + 4 loads. y [R,cols], cols <= 4.
+template <int R, class Num>
+inline void product_tile(const float* x, Index ldx, const Num* w, Index ldw, Index K, float* y, Index ldy, Index cols,
+                         bool add) {
+  __m256 sum[R][4] = {};
+  Index k = 0;
+  for (; k + 8 <= K; k += 8) {
+    __m256 xs[R];
+    for (int r = 0; r < R; ++r) xs[r] = load8(x + r * ldx + k);
+    for (int c = 0; c < 4; ++c) {
+      const __m256 ws = load8(w + c * ldw + k);
+      for (int r = 0; r < R; ++r) sum[r][c] = _mm256_fmadd_ps(xs[r], ws, sum[r][c]);
+    }
+  }
+  if (k < K)
+    for (int c = 0; c < 4; ++c)
+      for (int r = 0; r < R; ++r)
+        sum[r][c] = _mm256_fmadd_ps(load_tail(x + r * ldx + k, K - k), load_tail(w + c * ldw + k, K - k), sum[r][c]);
+  for (int r = 0; r < R; ++r) {
+    alignas(16) float out[4];
+    _mm_store_ps(out, reduce4(sum[r]));
+    for (Index c = 0; c < cols; ++c) y[r * ldy + c] = add ? y[r * ldy + c] + out[c] : out[c];
+  }
+}
+
+/// y [n,m] (+)= x [n,K] w [m,K]^T on the calling thread. Both operands are read along K, so nothing is repacked; from
+/// 7 rows of x on, 4 rows of w are first turned into float32 in L1, where every row of x meets them.
+///   measured beside Eigen's SGEMM on the same sizes: docs/performance.md
+template <class Num>
+void product_block(const float* x, Index ldx, Index n, const Num* w, Index ldw, Index m, Index K, float* y, Index ldy,
+                   bool add) {
+  alignas(64) float wide[4 * depth];
+  const Index step = n <= 3 ? 4 : m;  // few rows: stream 4 rows of w to their end; many: keep x's block of K in L2
+  for (Index c0 = 0; c0 < m; c0 += step)
+    for (Index k0 = 0; k0 < K; k0 += depth) {
+      const Index width = std::min(depth, K - k0);
+      for (Index c = c0; c < std::min(m, c0 + step); c += 4) {
+        const Index cols = std::min<Index>(4, m - c);
+        const auto rows = [&](const auto* ws, Index ld) {
+          const float* xs = x + k0;
+          float* ys = y + c;
+          const bool more = add || k0 > 0;
+          Index i = 0;
+          for (; i + 3 <= n; i += 3) product_tile<3>(xs + i * ldx, ldx, ws, ld, width, ys + i * ldy, ldy, cols, more);
+          if (n - i == 2) product_tile<2>(xs + i * ldx, ldx, ws, ld, width, ys + i * ldy, ldy, cols, more);
+          if (n - i == 1) product_tile<1>(xs + i * ldx, ldx, ws, ld, width, ys + i * ldy, ldy, cols, more);
+        };
+        if (n <= 6 && cols == 4) {
+          rows(w + c * ldw + k0, ldw);
+        } else {
+          for (Index j = 0; j < 4; ++j) {
+            float* to = wide + j * depth;
+            if (j >= cols) {
+              std::fill_n(to, width, 0.f);
+              continue;
+            }
+            const Num* from = w + (c + j) * ldw + k0;
+            Index k = 0;
+            for (; k + 8 <= width; k += 8) _mm256_store_ps(to + k, load8(from + k));
+            for (; k < width; ++k) to[k] = to_float(from[k]);
+          }
+          rows(static_cast<const float*>(wide), depth);
+        }
+      }
+    }
+}
+
+/// Runs several products in one parallel region (q, k and v; gate and up; all experts), cut into strips of w and
+/// panels of x. Adds what it did to `count`.
+void multiply(std::span<const Product> products, Counters& count) {
+  std::uint64_t flops = 0;
+  Index work = 0;
+  for (const Product& p : products) {
+    work += 2 * p.n * p.w.rows * p.w.cols;
+    if (p.n > 0) count.bytes += static_cast<std::uint64_t>(p.w.bytes());
+  }
+#pragma omp parallel if (work > small_work) reduction(+ : flops)
+  for (const Product& p : products) {
+    const Index strips = (p.w.rows + strip - 1) / strip, panels = (p.n + panel - 1) / panel, K = p.w.cols;
+#pragma omp for schedule(dynamic) nowait
+    for (Index i = 0; i < strips * panels; ++i) {
+      const Index c = i % strips * strip, m = std::min(strip, p.w.rows - c);
+      const Index r = i / strips * panel, n = std::min(panel, p.n - r);
+      with_type(p.w.dtype, [&](auto num) {
+        product_block(p.x + r * K, K, n, static_cast<const decltype(num)*>(p.w.data) + c * K, K, m, K,
+                      p.y + r * p.w.rows + c, p.w.rows, p.add);
+      });
+      flops += static_cast<std::uint64_t>(2 * n * m * K);
+    }
+  }
+  count.flops += flops;
+}
+
+// =====================================================================================================================
+// 3. Caches: rings of W rows and blocks of 256, every byte from one counting arena
+
+/// What a piece of memory is for.
+enum class Use : std::uint8_t { cache, activation, weights };
+
+/// Hands out zeroed, 64-byte aligned memory and keeps count of it, so that what is really allocated can be asked for at
+/// any moment. The pages are touched when handed out: counted bytes are resident bytes.
+class Arena {
+ public:
+  /// Throws Error when the machine refuses.
+  void* take(Index bytes, Use use) {
+    const Index size = (bytes + 63) / 64 * 64;
+    void* p = std::aligned_alloc(64, static_cast<std::size_t>(std::max<Index>(size, 64)));
+    if (!p) fail("out of memory: ", bytes, " bytes more were refused, ", live(Use::cache), " bytes of cache are held");
+    std::memset(p, 0, static_cast<std::size_t>(size));
+    live_[static_cast<int>(use)] += bytes;
+    return p;
+  }
+  void give(void* p, Index bytes, Use use) {
+    std::free(p);
+    live_[static_cast<int>(use)] -= bytes;
+  }
+  /// Bytes handed out and not given back.
+  Index live(Use use) const { return live_[static_cast<int>(use)]; }
+
+ private:
+  std::array<Index, 3> live_{};
+};
+
+/// Owned memory from an arena.
+class Slab {
+ public:
+  Slab() = default;
+  Slab(Arena& arena, Index bytes, Use use) : arena_(&arena), p_(arena.take(bytes, use)), bytes_(bytes), use_(use) {}
+  Slab(Slab&& o) noexcept : arena_(o.arena_), p_(std::exchange(o.p_, nullptr)), bytes_(o.bytes_), use_(o.use_) {}
+  Slab& operator=(Slab&& o) noexcept {
+    std::swap(arena_, o.arena_), std::swap(p_, o.p_), std::swap(bytes_, o.bytes_), std::swap(use_, o.use_);
+    return *this;
+  }
+  ~Slab() {
+    if (p_) arena_->give(p_, bytes_, use_);
+  }
+  void* data() const { return p_; }
+  float* floats() const { return static_cast<float*>(p_); }
+
+ private:
+  Arena* arena_ = nullptr;
+  void* p_ = nullptr;
+  Index bytes_ = 0;
+  Use use_ = Use::activation;
+};
+
+/// A run of rows that lie one behind the other: K and V of one head, `count` rows, `stride` numbers apart.
+struct Run {
+  const void *k, *v;
+  Index count, stride;
+  Dtype dtype;
+};
+
+/// Keys and values of one (loop, layer) of one sequence, or the sequence's K^, V^.
+///   ring    one block of W rows; position p lives in row p mod W
+///   paged   blocks of 256 rows through a block table; position p lives in row p mod 256 of block p / 256
+/// so both are "row p mod rows of block": a ring has one block only. A block holds K [G,rows,dh], then V [G,rows,dh].
+class Cache {
+ public:
+  Cache(Arena& arena, const Config& c, Dtype dtype, Index window)
+      : arena_(&arena),
+        heads_(c.kv_heads),
+        dim_(c.head_dim),
+        rows_(window ? window : block_rows),
+        ring_(window > 0),
+        dtype_(dtype) {
+    if (ring_) grow(1);
+  }
+
+  /// Makes room for positions 0 .. tokens-1.
+  void grow(Index tokens) {
+    while (static_cast<Index>(blocks_.size()) < (ring_ ? 1 : (tokens + rows_ - 1) / rows_))
+      blocks_.emplace_back(*arena_, 2 * heads_ * rows_ * dim_ * size_of(dtype_), Use::cache);
+  }
+
+  /// The cached rows of head g from position p on, at most up to `end`.
+  Run run(Index g, Index p, Index end) const {
+    const Index row = p % rows_;
+    const char* block = static_cast<const char*>(blocks_[ring_ ? 0 : p / rows_].data());
+    const char* k = block + (g * rows_ + row) * dim_ * size_of(dtype_);
+    return {k, k + heads_ * rows_ * dim_ * size_of(dtype_), std::min(rows_ - row, end - p), dim_, dtype_};
+  }
+
+  /// Writes rows K, V [n,G dh] of positions p0 .. p0+n-1; a ring keeps the last W of them.
+  void append(const float* K, const float* V, Index n, Index p0) {
+    for (Index i = ring_ ? std::max<Index>(0, n - rows_) : 0; i < n; ++i)
+      for (Index g = 0; g < heads_; ++g) {
+        const Run to = run(g, p0 + i, p0 + i + 1);
+        with_type(dtype_, [&](auto num) {
+          using Num = decltype(num);
+          auto* k = static_cast<Num*>(const_cast<void*>(to.k));
+          auto* v = static_cast<Num*>(const_cast<void*>(to.v));
+          for (Index d = 0; d < dim_; ++d) {
+            store(K[(i * heads_ + g) * dim_ + d], k + d);
+            store(V[(i * heads_ + g) * dim_ + d], v + d);
+          }
+        });
+      }
+  }
+
+ private:
+  Arena* arena_;
+  Index heads_, dim_, rows_;
+  bool ring_;
+  Dtype dtype_;
+  std::vector<Slab> blocks_;
+};
+
+/// One sequence: how many tokens it holds, and its caches in the order of Plan::cache().
+struct Sequence {
+  Index length = 0;
+  std::vector<Cache> caches;
+};
+
+/// One sequence's rows in the pass that is running: rows first .. first+n-1 of X, at positions p0 .. p0+n-1.
+struct Part {
+  Sequence* sequence;
+  Index first, n, p0;
+  Logits want;
+};
+
+// =====================================================================================================================
+// 4. Attention: one definition for window, full and shared, for a chunk and for a single new token
+
+inline constexpr Index key_tile = 64;  ///< keys per step of the online softmax, at multiples of 64; part of the result
+
+/// O [R,dh] += P [R,j] V [j,dh] for R rows of P, j in order. `v` rows are `stride` numbers apart.
+template <int R, class Num>
+inline void mix_tile(const float* P, Index ldp, const Num* v, Index stride, Index count, float* O, Index dh) {
+  Index d = 0;
+  for (; d + 32 <= dh; d += 32) {  // 4R sums in registers, 4 + R loads for 4R FMA
+    __m256 sum[R][4];
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < 4; ++c) sum[r][c] = load8(O + r * dh + d + 8 * c);
+    for (Index j = 0; j < count; ++j) {
+      __m256 vs[4];
+      for (int c = 0; c < 4; ++c) vs[c] = load8(v + j * stride + d + 8 * c);
+      for (int r = 0; r < R; ++r) {
+        const __m256 p = _mm256_broadcast_ss(P + r * ldp + j);
+        for (int c = 0; c < 4; ++c) sum[r][c] = _mm256_fmadd_ps(p, vs[c], sum[r][c]);
+      }
+    }
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < 4; ++c) _mm256_storeu_ps(O + r * dh + d + 8 * c, sum[r][c]);
+  }
+  for (int r = 0; r < R; ++r)
+    for (Index j = 0; j < count; ++j)
+      for (Index e = d; e < dh; ++e)
+        O[r * dh + e] = std::fma(P[r * ldp + j], to_float(v[j * stride + e]), O[r * dh + e]);
+}
+
+/// What attention reads: the cache up to position `cached`, and from there on the pass's own fresh rows. A window stage
+/// must keep them apart, for in a ring the chunk's last rows overwrite what its first queries still see; full and
+/// shared stages append first and have cached = all.
+struct Keys {
+  Index cache;         ///< which of the sequence's caches
+  Index reach;         ///< W; or more than any position: all
+  const float *K, *V;  ///< [n,G dh], fresh; null when everything is cached
+};
+
+/// Scratch of one thread: the gathered queries, the output, the scores and a widened tile of V.
+struct AttentionScratch {
+  Slab memory;
+  float *q, *o, *s, *v, *max, *sum;
+};
+
+/// Queries per tile: about 96 rows of Q a tile with the R heads of a group stacked, but no more than a quarter of the
+/// window, since a tile of B queries reads W + B - 1 keys.
+inline Index query_tile(Index R, Index reach) {
+  return std::clamp<Index>(96 / R, 1, std::max<Index>(16, std::min<Index>(reach, 1024) / 4));
+}
+
+/// The R = H/G query heads of KV head g, queries i0 .. i0+b-1 of a part: O = softmax(Q K^T / sqrt(dh)) V, query at
+/// position p over positions max(0, p-reach+1) .. p.
+///   Q, O   [n,H dh] of the pass, R neighbouring heads of a row used
+///   cost   4 R dh FLOP per (query, admitted key); reads each K, V row once for all R b rows of the tile
+/// Online softmax: per row the running maximum m, the sum l of e^(s-m) and O; a step of 64 keys rescales l and O by
+/// e^(m_old - m_new). Returns the FLOP of the keys admitted.
+std::uint64_t attention_tile(const Config& c, const Part& part, const Keys& keys, Index g, Index i0, Index b,
+                             const float* Q, float* O, AttentionScratch& t) {
+  const Index R = c.group(), dh = c.head_dim, rows = b * R, H = c.heads;
+  const float scale = static_cast<float>(1 / std::sqrt(static_cast<double>(dh)));
+  const Cache& cache = part.sequence->caches[keys.cache];
+  const Index cached = keys.K ? part.p0 : part.p0 + part.n;
+
+  for (Index i = 0; i < b; ++i) {  // gather [b R,dh]; a row's R heads are neighbours
+    const float* from = Q + ((part.first + i0 + i) * H + g * R) * dh;
+    for (Index e = 0; e < R * dh; ++e) t.q[i * R * dh + e] = from[e] * scale;
+  }
+  std::fill_n(t.o, rows * dh, 0.f);
+  std::fill_n(t.max, rows, -std::numeric_limits<float>::infinity());
+  std::fill_n(t.sum, rows, 0.f);
+
+  const Index p = part.p0 + i0, low = std::max<Index>(0, p - keys.reach + 1), high = p + b;  // keys of the whole tile
+  std::uint64_t admitted = 0;
+  for (Index t0 = low / key_tile * key_tile; t0 < high; t0 += key_tile) {
+    const Index begin = std::max(low, t0), end = std::min(high, t0 + key_tile);
+    const auto each_run = [&](auto&& use) {  // use(run, offset of its first key in the tile)
+      for (Index j = begin; j < end;) {
+        Run run;
+        if (j < cached) {
+          run = cache.run(g, j, std::min(end, cached));
+        } else {
+          const Index row = ((part.first + j - part.p0) * c.kv_heads + g) * dh;
+          run = {keys.K + row, keys.V + row, end - j, c.kv_dim(), Dtype::f32};
+        }
+        use(run, j - t0);
+        j += run.count;
+      }
+    };
+    each_run([&](const Run& run, Index at) {  // S [rows,64] = Q K^T
+      with_type(run.dtype, [&](auto num) {
+        product_block(t.q, dh, rows, static_cast<const decltype(num)*>(run.k), run.stride, run.count, dh, t.s + at,
+                      key_tile, /*add=*/false);
+      });
+    });
+    for (Index r = 0; r < rows; ++r) {  // S becomes P; keys outside the row's own window become 0
+      const Index q = p + r / R;
+      const Index from = std::clamp(q - keys.reach + 1, begin, end) - t0, to = std::max(std::min(end, q + 1) - t0, from);
+      float* s = t.s + r * key_tile;
+      if (from < to) {
+        float m = t.max[r], l = 0;
+        for (Index j = from; j < to; ++j) m = s[j] > m ? s[j] : m;
+#pragma omp simd reduction(+ : l)
+        for (Index j = from; j < to; ++j) l += s[j] = exp_fast(s[j] - m);
+        const float shrink = exp_fast(t.max[r] - m);
+        t.max[r] = m;
+        t.sum[r] = std::fma(t.sum[r], shrink, l);
+        if (shrink != 1.f)
+          for (Index e = 0; e < dh; ++e) t.o[r * dh + e] *= shrink;
+        admitted += static_cast<std::uint64_t>(to - from);
+      }
+      std::fill(s + begin - t0, s + from, 0.f);
+      std::fill(s + to, s + end - t0, 0.f);
+    }
+    each_run([&](const Run& run, Index at) {  // O += P V
+      with_type(run.dtype, [&](auto num) {
+        using Num = decltype(num);
+        const auto mix = [&](const auto* v, Index stride) {
+          const float* P = t.s + at;
+          Index r = 0;
+          for (; r + 3 <= rows; r += 3) mix_tile<3>(P + r * key_tile, key_tile, v, stride, run.count, t.o + r * dh, dh);
+          for (; r < rows; ++r) mix_tile<1>(P + r * key_tile, key_tile, v, stride, run.count, t.o + r * dh, dh);
+        };
+        const auto* v = static_cast<const Num*>(run.v);
+        if (std::is_same_v<Num, float> || rows <= 6) return mix(v, run.stride);
+        for (Index j = 0; j < run.count; ++j)
+          for (Index e = 0; e < dh; ++e) t.v[j * dh + e] = to_float(v[j * run.stride + e]);
+        mix(t.v, dh);
+      });
+    });
+  }
+  for (Index r = 0; r < rows; ++r) {
+    const float inverse = 1 / t.sum[r];
+    float* to = O + ((part.first + i0 + r / R) * H + g * R + r % R) * dh;
+    for (Index e = 0; e < dh; ++e) to[e] = t.o[r * dh + e] * inverse;
+  }
+  return 4 * admitted * static_cast<std::uint64_t>(dh);
+}
+
+// =====================================================================================================================
+// 5. The parts of a layer: RMSNorm, RoPE, SwiGLU, routing
+
+/// Runs f(row) for n rows of about `cost` FLOP each, on all threads when that pays.
+template <class F>
+inline void each_row(Index n, Index cost, F&& f) {
+#pragma omp parallel for schedule(static) if (n * cost > small_work / 8)
+  for (Index i = 0; i < n; ++i) f(i);
+}
+
+/// y [n,D] = x * rsqrt(mean(x^2) + eps) * g, g [D]. In float32, rounded once per element.
+void rms_norm(const float* x, const Tensor& g, float eps, Index n, float* y) {
+  const Index D = g.rows * g.cols;
+  with_type(g.dtype, [&](auto num) {
+    const auto* gain = static_cast<const decltype(num)*>(g.data);
+    each_row(n, 4 * D, [&](Index i) {
+      const float mean = dot(x + i * D, x + i * D, D) / static_cast<float>(D) + eps;
+      const float r = mean > 0 ? 1 / std::sqrt(mean) : mean;  // a row of zeros stays zero even with eps = 0
+      for (Index d = 0; d < D; ++d) y[i * D + d] = x[i * D + d] * r * to_float(gain[d]);
+    });
+  });
+}
+
+/// cos and sin [n,dh/2] of p * frequency_i, frequency_i = theta^(-2i/dh), for the rows' positions p: in double, so that
+/// far positions stay right.
+void rope_angles(std::span<const double> frequency, std::span<const Part> parts, float* cosine, float* sine) {
+  const Index half = std::ssize(frequency);
+  for (const Part& part : parts)
+    each_row(part.n, 40 * half, [&](Index i) {
+      for (Index j = 0; j < half; ++j) {
+        const double angle = static_cast<double>(part.p0 + i) * frequency[j];
+        cosine[(part.first + i) * half + j] = static_cast<float>(std::cos(angle));
+        sine[(part.first + i) * half + j] = static_cast<float>(std::sin(angle));
+      }
+    });
+}
+
+/// Rotates the pairs of x [n,heads,dh] in place: (a, b) -> (a cos - b sin, a sin + b cos). Pairs are (2i, 2i+1), or
+/// (i, i + dh/2) with rope_pairing "half".
+void rope(const Config& c, Index heads, Index n, const float* cosine, const float* sine, float* x) {
+  const Index half = c.head_dim / 2, apart = c.rope_half ? half : 1, step = c.rope_half ? 1 : 2;
+  each_row(n, 3 * heads * c.head_dim, [&](Index i) {
+    for (Index h = 0; h < heads; ++h)
+      for (Index j = 0; j < half; ++j) {
+        float* pair = x + (i * heads + h) * c.head_dim + j * step;
+        const float a = pair[0], b = pair[apart], cs = cosine[i * half + j], sn = sine[i * half + j];
+        pair[0] = std::fma(a, cs, -b * sn);
+        pair[apart] = std::fma(a, sn, b * cs);
+      }
+  });
+}
+
+/// gate [n,F] = silu(gate) * up, silu(x) = x / (1 + e^-x).
+void swiglu(float* gate, const float* up, Index n, Index F) {
+  each_row(n, 20 * F, [&](Index i) {
+    float* g = gate + i * F;
+    const float* u = up + i * F;
+#pragma omp simd
+    for (Index f = 0; f < F; ++f) g[f] = g[f] / (1 + exp_fast(-g[f])) * u[f];
+  });
+}
+
+/// One token's experts: softmax over all E of the router's logits, the `active` largest (ties: the lower index), their
+/// weights divided by their sum when `normalize`. chosen, weight: [active].
+void route(const Moe& moe, const float* logits, Index* chosen, float* weight) {
+  const float max = *std::max_element(logits, logits + moe.experts);
+  float all = 0, taken = 0;
+  for (Index e = 0; e < moe.experts; ++e) all += std::exp(logits[e] - max);
+  for (Index k = 0; k < moe.active; ++k) {
+    Index best = -1;
+    for (Index e = 0; e < moe.experts; ++e)
+      if ((best < 0 || logits[e] > logits[best]) && std::find(chosen, chosen + k, e) == chosen + k) best = e;
+    chosen[k] = best;
+    taken += weight[k] = std::exp(logits[best] - max) / all;
+  }
+  if (moe.normalize)
+    for (Index k = 0; k < moe.active; ++k) weight[k] /= taken;
+}
+
+// =====================================================================================================================
+// 6. The model
+
+/// Where each (stage, loop, layer) keeps its keys: the caches of a sequence, in order.
+struct Plan {
+  struct Entry {
+    Index window;  ///< W of a ring, 0 for blocks
+    bool global;   ///< K^, V^
+  };
+  std::vector<Entry> caches;
+  std::vector<Index> first;  ///< of each stage
+
+  explicit Plan(const Config& c) {
+    for (const Stage& s : c.stages) {
+      first.push_back(static_cast<Index>(caches.size()));
+      const bool shared = s.attention == Attention::shared;  // one cache and no factor T, unless refreshed
+      const Index count = shared ? (s.refresh_kv ? s.loops : 1) : s.layers * s.loops;
+      caches.insert(caches.end(), count, Entry{s.window, shared});
+    }
+  }
+};
+
+/// The CPU engine. Buffers are allocated once for `max_rows` rows, so a pass allocates nothing but new cache blocks.
+class CpuEngine final : public Engine {
+ public:
+  CpuEngine(const Config& config, const Weights& weights, const EngineOptions& options)
+      : c_(config), w_(weights), options_(options), plan_(config) {
+    const Index n = options.max_rows, routed = c_.moe ? n * c_.moe->active : 0;
+    const Index F = std::max(c_.moe ? c_.moe->shared_dim : c_.ffn_dim, Index{1});
+    const auto floats = [&](Index count) { return Slab(arena_, count * 4, Use::activation); };
+    x_ = floats(n * c_.dim), a_ = floats(n * c_.dim), q_ = floats(n * c_.q_dim()), o_ = floats(n * c_.q_dim());
+    k_ = floats(n * c_.kv_dim()), v_ = floats(n * c_.kv_dim());
+    cos_ = floats(n * c_.head_dim / 2 + 1), sin_ = floats(n * c_.head_dim / 2 + 1);
+    gate_ = floats(n * F), up_ = floats(n * F);
+    if (c_.moe) {
+      router_ = floats(n * c_.moe->experts), gathered_ = floats(routed * c_.dim);
+      expert_gate_ = floats(routed * c_.moe->dim), expert_up_ = floats(routed * c_.moe->dim);
+      weight_.resize(routed), chosen_.resize(routed), slot_.resize(routed), load_.resize(c_.moe->experts);
+    }
+    for (Index i = 0; i < c_.head_dim / 2; ++i)
+      frequency_.push_back(std::pow(c_.rope_theta, -2.0 * static_cast<double>(i) / static_cast<double>(c_.head_dim)));
+    Index rows = 1;
+    for (const Stage& s : c_.stages) rows = std::max(rows, c_.group() * std::min(n, query_tile(c_.group(), reach(s))));
+    for (int thread = 0; thread < omp_get_max_threads(); ++thread) {
+      AttentionScratch t{
+          floats(rows * (2 * c_.head_dim + key_tile + 2) + key_tile * c_.head_dim), {}, {}, {}, {}, {}, {}};
+      t.q = t.memory.floats(), t.o = t.q + rows * c_.head_dim, t.s = t.o + rows * c_.head_dim;
+      t.v = t.s + rows * key_tile, t.max = t.v + key_tile * c_.head_dim, t.sum = t.max + rows;
+      scratch_.push_back(std::move(t));
+    }
+  }
+
+  int open() override {
+    auto sequence = std::make_unique<Sequence>();
+    for (const Plan::Entry& e : plan_.caches) sequence->caches.emplace_back(arena_, c_, options_.kv_dtype, e.window);
+    const auto free = std::find(sequences_.begin(), sequences_.end(), nullptr);
+    const auto number = free - sequences_.begin();
+    if (free == sequences_.end()) sequences_.emplace_back();
+    sequences_[number] = std::move(sequence);
+    return static_cast<int>(number);
+  }
+  void close(int sequence) override { sequences_[sequence].reset(); }
+  Index cache_bytes() const override { return arena_.live(Use::cache); }
+  Index global_rows() const override { return global_rows_; }
+  const Arena& arena() const { return arena_; }
+
+  // [forward]
+  /// One pass: X^0 = embed(tokens), the stages in order, logits = RMSNorm(X) head^T.
+  void forward(std::span<const Segment> pass, float* logits) override {
+    begin(pass);
+    embed(pass);
+    for (Index s = 0; s < std::ssize(c_.stages); ++s)
+      if (c_.stages[s].attention == Attention::shared) cross_decoder(s);
+      else universal_self_decoder(s);
+    keep_wanted_rows();
+    head(logits);
+    for (const Segment& segment : pass) sequences_[segment.sequence]->length += std::ssize(segment.tokens);
+  }
+  // [forward]
+
+ private:
+  static Index reach(const Stage& s) { return s.window ? s.window : std::numeric_limits<Index>::max() / 2; }
+
+  /// Fixes every row's position once for the pass, checks tokens, and makes room in the caches.
+  void begin(std::span<const Segment> pass) {
+    parts_.clear();
+    rows_ = 0;
+    for (const Segment& segment : pass) {
+      Sequence& sequence = *sequences_[segment.sequence];
+      const Index n = std::ssize(segment.tokens);
+      for (int token : segment.tokens)
+        if (token < 0 || token >= c_.vocab_size)
+          fail("token ", token, " is outside the vocabulary 0..", c_.vocab_size - 1);
+      if (rows_ + n > options_.max_rows) throw std::logic_error("a pass has more rows than the engine was made for");
+      parts_.push_back({&sequence, rows_, n, sequence.length, segment.want});
+      rows_ += n;
+    }
+    for (const Part& part : parts_)
+      for (Cache& cache : part.sequence->caches) cache.grow(part.p0 + part.n);
+  }
+
+  /// X [n,D] = embed[token] * embed_scale; the rows' angles are formed here too, the same in every loop.
+  void embed(std::span<const Segment> pass) {
+    float* x = x_.floats();
+    const float scale = static_cast<float>(c_.embed_scale);
+    for (const Segment& segment : pass)
+      for (int token : segment.tokens)
+        with_type(w_.embed.dtype, [&](auto num) {
+          const auto* row = static_cast<const decltype(num)*>(w_.embed.data) + token * c_.dim;
+          for (Index d = 0; d < c_.dim; ++d) *x++ = to_float(row[d]) * scale;
+        });
+    const auto rotates = [](const Stage& s) { return s.rope; };
+    if (std::any_of(c_.stages.begin(), c_.stages.end(), rotates))
+      rope_angles(frequency_, parts_, cos_.floats(), sin_.floats());
+    show(-1, 0, 0);
+  }
+
+  // [universal-self-decoder]
+  /// USD(X): the stage's layers, T times over with the same weights. Each (loop, layer) has a cache of its own, for a
+  /// position's keys differ from loop to loop; a position's angle does not. Window stages reach T L (W-1) positions
+  /// back in all. The same lines are the Transformer (full, T = 1), UT (full, T) and both halves of RINS.
+  void universal_self_decoder(Index s) {
+    const Stage& stage = c_.stages[s];
+    for (Index t = 0; t < stage.loops; ++t)
+      for (Index l = 0; l < stage.layers; ++l) layer(s, t, l, plan_.first[s] + t * stage.layers + l);
+  }
+  // [universal-self-decoder]
+
+  // [cross-decoder]
+  /// The cross-decoder: K^, V^ are projected once from the state X that enters, then every layer of every loop reads
+  /// them. Prefill stops here for all rows whose logits nobody wants: they have left their one row in the cache, and
+  /// nothing later reads more of them. With refresh_kv each loop's state feeds a cache, so only the last can stop early.
+  void cross_decoder(Index s) {
+    const Stage& stage = c_.stages[s];
+    for (Index t = 0; t < stage.loops; ++t) {
+      const Index cache = plan_.first[s] + (stage.refresh_kv ? t : 0);
+      if (t == 0 || stage.refresh_kv) global_kv(stage, cache);
+      if (t == (stage.refresh_kv ? stage.loops - 1 : 0)) keep_wanted_rows();
+      counters.cross_positions += static_cast<std::uint64_t>(rows_);
+      for (Index l = 0; l < stage.layers; ++l) layer(s, t, l, cache);
+    }
+  }
+  // [cross-decoder]
+
+  // [global-kv]
+  /// K^ = RMSNorm(X) W_K, V^ = RMSNorm(X) W_V, [n,G dh] each, appended to the global cache: one row a token. 4 n D G dh
+  /// FLOP. K^ carries no position (NoPE) unless the stage says rope.
+  void global_kv(const Stage& stage, Index cache) {
+    rms_norm(x_.floats(), w_.kv_norm, eps(), rows_, a_.floats());
+    multiply({{a_.floats(), rows_, w_.kv_wk, k_.floats()}, {a_.floats(), rows_, w_.kv_wv, v_.floats()}});
+    if (stage.rope) rope(c_, c_.kv_heads, rows_, cos_.floats(), sin_.floats(), k_.floats());
+    append(cache);
+    global_rows_ += rows_;
+  }
+  // [global-kv]
+
+  // [layer]
+  /// One application of a layer: Y = Attention(RMSNorm(X)) + X, X' = FFN(RMSNorm(Y)) + Y, in place in X [n,D].
+  void layer(Index s, Index t, Index l, Index cache) {
+    const Stage& stage = c_.stages[s];
+    const Layer& w = w_.stages[s][l];
+    const Index n = rows_;
+    float *x = x_.floats(), *a = a_.floats(), *q = q_.floats(), *k = k_.floats(), *v = v_.floats(), *o = o_.floats();
+
+    rms_norm(x, w.attn_norm, eps(), n, a);  // a [n,D]
+    Keys keys{cache, reach(stage), nullptr, nullptr};
+    if (stage.attention == Attention::shared) {
+      multiply({{a, n, w.wq, q}});  // q [n,H dh]  2 n D H dh FLOP
+    } else {
+      multiply({{a, n, w.wq, q}, {a, n, w.wk, k}, {a, n, w.wv, v}});  // k, v [n,G dh]  + 4 n D G dh FLOP
+      if (stage.rope) rope(c_, c_.kv_heads, n, cos_.floats(), sin_.floats(), k);
+    }
+    if (stage.rope) rope(c_, c_.heads, n, cos_.floats(), sin_.floats(), q);
+    if (stage.attention == Attention::full) append(cache);
+    if (stage.attention == Attention::window) {  // keys of this pass beside the ring:
+      round_like_cache(k), round_like_cache(v);  // the same numbers it will hold
+      keys.K = k, keys.V = v;
+    }
+    attention(keys, q, o);  // o [n,H dh]  4 H dh FLOP a key
+    if (stage.attention == Attention::window) append(cache);
+    multiply({{o, n, w.wo, x, /*add=*/true}});  // x += o wo^T  2 n D H dh FLOP
+
+    rms_norm(x, w.ffn_norm, eps(), n, a);
+    if (c_.moe) mixture(w);
+    else ffn(w.dense);
+    show(s, t, l);
+  }
+  // [layer]
+
+  /// O [n,H dh] of the pass: tiles of queries by KV head by sequence, spread over the threads.
+  void attention(const Keys& keys, const float* Q, float* O) {
+    const Index b = query_tile(c_.group(), keys.reach), G = c_.kv_heads;
+    tiles_.clear();
+    Index work = 0;
+    for (const Part& part : parts_) {
+      for (Index i = 0; i < part.n; i += b) tiles_.push_back({&part, i});
+      const Index seen = std::min(keys.reach, part.p0 + part.n);
+      work += 4 * part.n * seen * c_.q_dim();
+      const Index cached = std::min(keys.K ? part.p0 : part.p0 + part.n, keys.reach);
+      counters.bytes += static_cast<std::uint64_t>(2 * cached * c_.kv_dim() * size_of(options_.kv_dtype));
+    }
+    std::uint64_t flops = 0;
+#pragma omp parallel for schedule(dynamic) if (work > small_work) reduction(+ : flops)
+    for (Index i = 0; i < std::ssize(tiles_) * G; ++i) {
+      const auto [part, i0] = tiles_[i / G];
+      flops +=
+          attention_tile(c_, *part, keys, i % G, i0, std::min(b, part->n - i0), Q, O, scratch_[omp_get_thread_num()]);
+    }
+    counters.flops += flops;
+  }
+
+  // [ffn]
+  /// X += (silu(a gate^T) * (a up^T)) down^T: 6 n D F FLOP.
+  void ffn(const Ffn& f) {
+    multiply({{a_.floats(), rows_, f.gate, gate_.floats()}, {a_.floats(), rows_, f.up, up_.floats()}});  // [n,F]
+    swiglu(gate_.floats(), up_.floats(), rows_, f.gate.rows);
+    multiply({{gate_.floats(), rows_, f.down, x_.floats(), /*add=*/true}});
+  }
+  // [ffn]
+
+  // [mixture]
+  /// X += sum over the token's experts of weight_e * SwiGLU_e(a), plus the shared expert at weight 1:
+  /// n (2 D E + 6 D (active Fe + Fs)) FLOP. Tokens are grouped by expert, so an expert's weights are read once a pass;
+  /// a token's experts are summed in the order of its routing, so the grouping leaves no trace in the result.
+  void mixture(const Layer& w) {
+    const Moe& moe = *c_.moe;
+    const Index n = rows_, A = moe.active, D = c_.dim, Fe = moe.dim;
+    float *a = a_.floats(), *x = x_.floats(), *in = gathered_.floats(), *gate = expert_gate_.floats();
+    multiply({{a, n, w.router, router_.floats()}});  // [n,E]
+    std::fill(load_.begin(), load_.end(), 0);
+    for (Index i = 0; i < n; ++i) {
+      route(moe, router_.floats() + i * moe.experts, &chosen_[i * A], &weight_[i * A]);
+      for (Index k = 0; k < A; ++k) ++load_[chosen_[i * A + k]];
+    }
+    std::vector<Index>& next = first_;  // counting sort by expert
+    next.assign(load_.size(), 0);
+    std::exclusive_scan(load_.begin(), load_.end(), next.begin(), Index{0});
+    for (Index i = 0; i < n * A; ++i) {
+      slot_[i] = next[chosen_[i]]++;
+      std::copy_n(a + i / A * D, D, in + slot_[i] * D);  // in [n A,D]
+    }
+    products_.clear();
+    for (Index e = 0, at = 0; e < moe.experts; at += load_[e++]) {
+      const auto add = [&](const Tensor& m, float* y) { products_.push_back({in + at * D, load_[e], m, y}); };
+      if (load_[e] == 0) continue;
+      add(w.experts.gate.slice(e * Fe, Fe), gate + at * Fe);
+      add(w.experts.up.slice(e * Fe, Fe), expert_up_.floats() + at * Fe);
+    }
+    yocou::multiply(products_, counters);
+    swiglu(gate, expert_up_.floats(), n * A, Fe);
+    products_.clear();
+    for (Index e = 0, at = 0; e < moe.experts; at += load_[e++])  // the rows of `in` are free again
+      if (load_[e]) products_.push_back({gate + at * Fe, load_[e], w.experts.down.slice(e * D, D), in + at * D});
+    yocou::multiply(products_, counters);
+    each_row(n, 2 * A * D, [&](Index i) {
+      for (Index k = 0; k < A; ++k) {
+        const float* from = in + slot_[i * A + k] * D;
+        const float weight = weight_[i * A + k];
+        for (Index d = 0; d < D; ++d) x[i * D + d] = std::fma(weight, from[d], x[i * D + d]);
+      }
+    });
+    if (moe.shared_dim) ffn(w.shared);
+  }
+  // [mixture]
+
+  /// Drops the rows that nobody above needs and moves the others together. Of a prompt, its last row stays.
+  void keep_wanted_rows() {
+    Index kept = 0;
+    std::size_t parts = 0;
+    for (Part part : parts_) {
+      if (part.want == Logits::none || part.n == 0) continue;
+      const Index skip = part.want == Logits::last ? part.n - 1 : 0, half = c_.head_dim / 2;
+      const auto move = [&](Slab& m, Index width) {
+        float* to = m.floats() + kept * width;
+        std::memmove(to, m.floats() + (part.first + skip) * width,
+                     static_cast<std::size_t>((part.n - skip) * width * 4));
+      };
+      move(x_, c_.dim), move(cos_, half), move(sin_, half);
+      parts_[parts++] = {part.sequence, kept, part.n - skip, part.p0 + skip, part.want};
+      kept += part.n - skip;
+    }
+    parts_.resize(parts);
+    rows_ = kept;
+  }
+
+  /// logits [rows,V] = RMSNorm(X; norm) head^T, 2 D V FLOP a row.
+  void head(float* logits) {
+    if (rows_ == 0) return;
+    rms_norm(x_.floats(), w_.norm, eps(), rows_, a_.floats());
+    multiply({{a_.floats(), rows_, w_.head, logits}});
+    for (Index i = 0; i < rows_ * c_.vocab_size; ++i)
+      if (!std::isfinite(logits[i])) {
+        const Part& part = *std::find_if(parts_.begin(), parts_.end(),
+                                         [row = i / c_.vocab_size](const Part& p) { return row < p.first + p.n; });
+        fail("logit of token ", i % c_.vocab_size, " at position ", part.p0 + i / c_.vocab_size - part.first, " is ",
+             logits[i], ", not a finite number: the weights hold NaN, infinity or too large values");
+      }
+  }
+
+  float eps() const { return static_cast<float>(c_.norm_eps); }
+  void multiply(std::initializer_list<Product> products) {
+    yocou::multiply({products.begin(), products.size()}, counters);
+  }
+  void append(Index cache) {
+    for (const Part& p : parts_)
+      p.sequence->caches[cache].append(k_.floats() + p.first * c_.kv_dim(), v_.floats() + p.first * c_.kv_dim(), p.n,
+                                       p.p0);
+  }
+  /// Rounds rows [n,G dh] to the type of the caches.
+  void round_like_cache(float* rows) const {
+    if (options_.kv_dtype == Dtype::bf16)
+      for (Index i = 0; i < rows_ * c_.kv_dim(); ++i) {
+        Bf16 b;
+        store(rows[i], &b);
+        rows[i] = to_float(b);
+      }
+  }
+  void show(Index stage, Index loop, Index layer) {
+    if (!on_layer) return;
+    const bool routed = c_.moe && stage >= 0;
+    on_layer({stage,
+              loop,
+              layer,
+              {x_.floats(), static_cast<std::size_t>(rows_ * c_.dim)},
+              routed ? std::span<const Index>(load_) : std::span<const Index>()});
+  }
+
+  struct Tile {
+    const Part* part;
+    Index first;
+  };
+
+  const Config& c_;
+  const Weights& w_;
+  EngineOptions options_;
+  Plan plan_;
+  Arena arena_;
+  std::vector<std::unique_ptr<Sequence>> sequences_;
+  Index global_rows_ = 0;
+
+  // The pass that is running
+  std::vector<Part> parts_;
+  std::vector<Tile> tiles_;
+  std::vector<Product> products_;
+  Index rows_ = 0;
+  Slab x_, a_, q_, k_, v_, o_, cos_, sin_, gate_, up_;  // [n,D] [n,D] [n,H dh] [n,G dh] .. [n,dh/2] .. [n,F]
+  Slab router_, gathered_, expert_gate_, expert_up_;    // [n,E] [n A,D] [n A,Fe] [n A,Fe]
+  std::vector<float> weight_;                           // [n,A]
+  std::vector<Index> chosen_, slot_, load_, first_;     // [n,A] [n,A] [E] [E]
+  std::vector<double> frequency_;                       // [dh/2] theta^(-2i/dh)
+  std::vector<AttentionScratch> scratch_;               // one a thread
+};
+
+// =====================================================================================================================
+// 7. Prefill, decode, sampling
+
+// [prefill]
+/// Runs a prompt in chunks; the last row's logits [V]. Chunks but the last want no logits: they stop below the
+/// cross-decoder, and memory for activations is one chunk's, whatever N.
+void prefill(Engine& engine, int sequence, std::span<const int> tokens, Index chunk, float* logits) {
+  for (Index i = 0; i < std::ssize(tokens); i += chunk) {
+    const Index n = std::min(chunk, std::ssize(tokens) - i);
+    const Segment part{sequence, tokens.subspan(i, n), i + n == std::ssize(tokens) ? Logits::last : Logits::none};
+    engine.forward({&part, 1}, logits);
+  }
+}
+
+/// One decode step: each sequence's next token; logits [sequences,V].
+void decode(Engine& engine, std::span<const int> sequences, std::span<const int> tokens, float* logits) {
+  std::vector<Segment> pass;
+  for (std::size_t i = 0; i < sequences.size(); ++i) pass.push_back({sequences[i], tokens.subspan(i, 1), Logits::last});
+  engine.forward(pass, logits);
+}
+// [prefill]
+
+/// Runs tokens with all logits, chunk by chunk: use(first position, rows, logits [rows,V]). For scoring.
+template <class Use>
+void forward_all(Engine& engine, const Config& c, int sequence, std::span<const int> tokens, Index chunk, Use&& use) {
+  std::vector<float> logits(static_cast<std::size_t>(std::min(chunk, std::ssize(tokens)) * c.vocab_size));
+  for (Index i = 0; i < std::ssize(tokens); i += chunk) {
+    const Index n = std::min(chunk, std::ssize(tokens) - i);
+    const Segment part{sequence, tokens.subspan(i, n), Logits::all};
+    engine.forward({&part, 1}, logits.data());
+    use(i, n, logits.data());
+  }
+}
+
+/// The largest of logits [V]; ties: the lower id.
+int greedy(std::span<const float> logits) {
+  return static_cast<int>(std::max_element(logits.begin(), logits.end()) - logits.begin());
+}
+
+/// Draws tokens: temperature, then top-k, then top-p, renormalised after each.
+struct Sampler {
+  double temperature = 1;  ///< 0: greedy
+  Index top_k = 0;         ///< 0: off
+  double top_p = 1;        ///< the smallest set of largest probabilities that reaches it
+  std::mt19937_64 random;
+
+  int operator()(std::span<const float> logits) {
+    if (temperature == 0) return greedy(logits);
+    std::vector<int> order(logits.size());
+    std::iota(order.begin(), order.end(), 0);
+    const auto before = [&](int a, int b) { return logits[a] != logits[b] ? logits[a] > logits[b] : a < b; };
+    const Index keep = top_k ? std::min<Index>(top_k, std::ssize(order)) : std::ssize(order);
+    std::partial_sort(order.begin(), order.begin() + keep, order.end(), before);
+    std::vector<double> p(static_cast<std::size_t>(keep));
+    double sum = 0;
+    for (Index i = 0; i < keep; ++i)  // a difference of logits first: a tiny temperature then gives 0, never inf - inf
+      sum += p[i] = std::exp((static_cast<double>(logits[order[i]]) - logits[order[0]]) / temperature);
+    Index count = 0;
+    double kept = 0;
+    while (count < keep && kept < top_p * sum) kept += p[count++];
+    double u = static_cast<double>(random() >> 11) * 0x1p-53 * kept;
+    for (Index i = 0; i < count; ++i)
+      if ((u -= p[i]) < 0) return order[i];
+    return order[count - 1];  // the subtractions' rounding left a trace of u
+  }
+};
+
+// =====================================================================================================================
+// 8. Architectures: every system of the paper as a value
+
+/// Wrong use of the command line: exit status 2.
+struct Usage : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+/// A named architecture: its stages in terms of L and T, and its costs as the paper's Table 1 states them (those of
+/// rins and upper-loop* in the same terms, by the formulas of part 10).
+struct Arch {
+  struct Part {
+    const char* name;
+    Attention attention;
+    bool half;     ///< L/2 layers, otherwise L
+    bool looped;   ///< x T
+    bool refresh;  ///< refresh_kv
+  };
+  const char* name;
+  Index loops;  ///< default T
+  std::vector<Part> parts;
+  const char *kv_cache, *prefill, *decode;  ///< big-O
+};
+
+const std::vector<Arch>& archs() {
+  using enum Attention;
+  static const std::vector<Arch> all = {
+      {"yoco-u",
+       3,
+       {{"self", window, true, true, false}, {"cross", shared, true, false, false}},
+       "O((N + W T L) D)",
+       "O(L/2 T N D)",
+       "O(L/2 (N + W T) D)"},
+      {"yoco",
+       1,
+       {{"self", window, true, false, false}, {"cross", shared, true, false, false}},
+       "O((N + W L) D)",
+       "O(L/2 N D)",
+       "O(L/2 (N + W) D)"},
+      {"transformer", 1, {{"layers", full, false, false, false}}, "O(L N D)", "O(L N^2 D)", "O(L N D)"},
+      {"ut", 2, {{"layers", full, false, true, false}}, "O(L T N D)", "O(L T N^2 D)", "O(L T N D)"},
+      {"rins",
+       3,
+       {{"loop", full, true, true, false}, {"final", full, true, false, false}},
+       "O(L/2 (T + 1) N D)",
+       "O(L/2 (T + 1) N^2 D)",
+       "O(L/2 (T + 1) N D)"},
+      {"upper-loop",
+       3,
+       {{"self", window, true, false, false}, {"cross", shared, true, true, false}},
+       "O((N + W L) D)",
+       "O(L/2 N D)",
+       "O(L/2 (T N + W) D)"},
+      {"upper-loop-unshared",
+       3,
+       {{"self", window, true, false, false}, {"cross", shared, true, true, true}},
+       "O((T N + W L) D)",
+       "O(L/2 T N^2 D)",
+       "O(L/2 (T N + W) D)"},
+  };
+  return all;
+}
+
+/// The named architecture, or null.
+const Arch* find_arch(const std::string& name) {
+  const auto it = std::find_if(archs().begin(), archs().end(), [&](const Arch& a) { return a.name == name; });
+  return it == archs().end() ? nullptr : &*it;
+}
+
+bool takes_loops(const Arch* arch) {
+  return arch && std::any_of(arch->parts.begin(), arch->parts.end(), [](const Arch::Part& p) { return p.looped; });
+}
+bool takes_window(const Arch& arch) { return arch.parts.front().attention == Attention::window; }
+
+/// Sets T of the stage that the architecture marks x T. Throws Usage when it marks none.
+void set_loops(Config& c, Index T) {
+  const Arch* arch = find_arch(c.arch);
+  if (!takes_loops(arch)) throw Usage("--loops: arch '" + c.arch + "' has no looped stage");
+  for (std::size_t s = 0; s < arch->parts.size(); ++s)
+    if (arch->parts[s].looped) c.stages[s].loops = T;
+}
+
+/// T of the stage that the architecture marks x T; 1 when it marks none.
+Index looped(const Config& c) {
+  const Arch* arch = find_arch(c.arch);
+  for (std::size_t s = 0; takes_loops(arch) && s < arch->parts.size(); ++s)
+    if (arch->parts[s].looped) return c.stages[s].loops;
+  return 1;
+}
+
+/// Overrides of a shape; 0: keep.
+struct ShapeOptions {
+  Index layers = 0, window = 0, loops = 0;
+};
+
+/// A shape (1.3b, 10b-moe, small, tiny) as an architecture. F and V of 1.3b are not published and chosen here.
+/// Throws Usage for an unknown name and for an override that the architecture cannot take.
+Config make_config(const std::string& shape, const std::string& arch_name, const ShapeOptions& o) {
+  struct Preset {
+    const char* name;
+    Index D, L, H, G, dh, F, V, W;
+  };
+  static const Preset presets[] = {{"1.3b", 2560, 20, 20, 4, 128, 6912, 100352, 512},
+                                   {"10b-moe", 2560, 20, 20, 4, 128, 0, 100352, 512},
+                                   {"small", 512, 8, 4, 1, 128, 1408, 256, 512},
+                                   {"tiny", 128, 4, 2, 1, 64, 352, 256, 64}};
+  const Arch* arch = find_arch(arch_name);
+  const auto* p =
+      std::find_if(std::begin(presets), std::end(presets), [&](const Preset& q) { return q.name == shape; });
+  if (!arch) throw Usage("--arch: no architecture '" + arch_name + "'");
+  if (p == std::end(presets)) throw Usage("--shape: no shape '" + shape + "'");
+  if (o.window && !takes_window(*arch)) throw Usage("--window: arch '" + arch_name + "' has no window stage");
+  const Index L = o.layers ? o.layers : p->L;
+  Config c;
+  c.arch = arch_name;
+  c.vocab_size = p->V, c.dim = p->D, c.heads = p->H, c.kv_heads = p->G, c.head_dim = p->dh, c.ffn_dim = p->F;
+  if (!p->F) c.moe = Moe{64, 8, 1024, 1024, true};
+  for (const Arch::Part& part : arch->parts) {
+    if (part.half && L % 2)
+      throw Usage("--layers: arch '" + arch_name + "' halves its layers, " + std::to_string(L) + " is odd");
+    const bool window = part.attention == Attention::window;
+    c.stages.push_back({part.name, part.half ? L / 2 : L, part.looped ? arch->loops : 1, part.attention,
+                        window ? (o.window ? o.window : p->W) : 0, part.attention != Attention::shared, part.refresh});
+  }
+  if (o.loops) set_loops(c, o.loops);
+  return c;
+}
+
+// =====================================================================================================================
+// 9. Checkpoints: a config and tensors in one .safetensors file, mapped, never copied; every byte of it is doubted
+
+/// JSON with 128-bit integers, so that costs print exactly; keys stay in order.
+using Json = nlohmann::basic_json<nlohmann::ordered_map, std::vector, std::string, bool, __int128, unsigned __int128>;
+
+/// A name from a file as it may be shown: quoted, control characters escaped.
+std::string quote(const std::string& s) {
+  return Json(s.size() > 120 ? s.substr(0, 120) + "..." : s).dump(-1, ' ', true, Json::error_handler_t::replace);
+}
+
+/// Parses JSON. Throws Error for a syntax error, a duplicate key, and nesting deeper than 32.
+Json parse_json(std::string_view text, const std::string& where) {
+  std::vector<std::set<std::string>> keys;
+  const auto check = [&](int depth, Json::parse_event_t event, Json& value) {
+    using Event = Json::parse_event_t;
+    if (depth > 32) fail(where, ": JSON nested deeper than 32");
+    if (event == Event::object_start) keys.emplace_back();
+    if (event == Event::object_end) keys.pop_back();
+    if (event == Event::key && !keys.back().insert(value.get<std::string>()).second)
+      fail(where, ": duplicate key ", quote(value.get<std::string>()));
+    return true;
+  };
+  try {
+    return Json::parse(text, check);
+  } catch (const Json::exception& e) {
+    const std::string what = e.what();
+    fail(where, ": not valid JSON: ", what.substr(what.find("] ") == std::string::npos ? 0 : what.find("] ") + 2));
+  }
+}
+
+/// Reads an object's fields one by one and refuses what is missing, of the wrong kind, out of range, or left over.
+class Fields {
+ public:
+  Fields(const Json& object, std::string where) : object_(object), where_(std::move(where)) {
+    if (!object.is_object()) fail(where_, ": expected an object, found ", object.type_name());
+  }
+  const Json* find(const std::string& key) {
+    known_.insert(key);
+    const auto it = object_.find(key);
+    return it == object_.end() ? nullptr : &*it;
+  }
+  const Json& need(const std::string& key) {
+    const Json* value = find(key);
+    if (!value) fail(where_, ": key \"", key, "\" is missing");
+    return *value;
+  }
+  Index integer(const std::string& key, Index low, Index high, std::optional<Index> otherwise = {}) {
+    if (otherwise && !find(key)) return *otherwise;
+    const Json& v = need(key);
+    if (!v.is_number_integer() || v.get<__int128>() < low || v.get<__int128>() > high)
+      fail(where_, ": \"", key, "\" must be an integer from ", low, " to ", high, ", found ", shown(v));
+    return v.get<Index>();
+  }
+  double number(const std::string& key, double low, double otherwise) {
+    const Json* v = find(key);
+    if (!v) return otherwise;
+    if (!v->is_number() || !std::isfinite(v->get<double>()) || v->get<double>() < low)
+      fail(where_, ": \"", key, "\" must be a finite number of at least ", low, ", found ", shown(*v));
+    return v->get<double>();
+  }
+  bool flag(const std::string& key, std::optional<bool> otherwise = {}) {
+    if (otherwise && !find(key)) return *otherwise;
+    const Json& v = need(key);
+    if (!v.is_boolean()) fail(where_, ": \"", key, "\" must be true or false, found ", shown(v));
+    return v.get<bool>();
+  }
+  std::string text(const std::string& key, std::optional<std::string> otherwise = {}) {
+    if (otherwise && !find(key)) return *otherwise;
+    const Json& v = need(key);
+    if (!v.is_string()) fail(where_, ": \"", key, "\" must be a string, found ", shown(v));
+    return v.get<std::string>();
+  }
+  /// Index of the key's value in `names`.
+  std::size_t one_of(const std::string& key, const std::vector<std::string>& names,
+                     std::optional<std::string> otherwise = {}) {
+    const std::string value = text(key, std::move(otherwise));
+    const auto it = std::find(names.begin(), names.end(), value);
+    if (it == names.end()) {
+      std::string list;
+      for (const std::string& n : names) list += (list.empty() ? "" : ", ") + n;
+      fail(where_, ": \"", key, "\" must be one of ", list, ", found ", quote(value));
+    }
+    return static_cast<std::size_t>(it - names.begin());
+  }
+  void done() const {
+    for (const auto& [key, value] : object_.items())
+      if (!known_.count(key)) fail(where_, ": unknown key ", quote(key));
+  }
+  const std::string& where() const { return where_; }
+
+ private:
+  static std::string shown(const Json& v) {
+    const std::string s = v.dump(-1, ' ', true, Json::error_handler_t::replace);
+    return s.size() > 80 ? s.substr(0, 80) + "..." : s;
+  }
+  const Json& object_;
+  std::string where_;
+  std::set<std::string> known_;
+};
+
+inline constexpr Index most = std::numeric_limits<std::int32_t>::max();  ///< bound of every size in a config
+
+/// The config of a checkpoint. Throws Error naming `where`, the key, what was expected and what was found.
+Config read_config(const Json& json, const std::string& where) {
+  Fields f(json, where + ": config");
+  Config c;
+  std::vector<std::string> labels{"custom"};
+  for (const Arch& a : archs()) labels.push_back(a.name);
+  c.arch = labels[f.one_of("arch", labels)];
+  c.vocab_size = f.integer("vocab_size", 1, most);
+  c.dim = f.integer("dim", 1, most);
+  c.heads = f.integer("heads", 1, most);
+  c.kv_heads = f.integer("kv_heads", 1, most);
+  c.head_dim = f.integer("head_dim", 1, most);
+  c.norm_eps = f.number("norm_eps", 0, 1e-5);
+  c.rope_theta = f.number("rope_theta", std::numeric_limits<double>::min(), 10000);
+  c.rope_half = f.one_of("rope_pairing", {"interleaved", "half"}, "interleaved") == 1;
+  c.embed_scale = f.number("embed_scale", 0, 1);
+  c.tied_embeddings = f.flag("tied_embeddings", false);
+  f.one_of("tokenizer", {"bytes"}, "bytes");
+  if (const Json* moe = f.find("moe")) {
+    Fields m(*moe, f.where() + ": moe");
+    c.moe = Moe{m.integer("experts", 1, most), m.integer("active", 1, most), m.integer("dim", 1, most),
+                m.integer("shared_dim", 0, most, 0), m.flag("normalize", false)};
+    m.done();
+    if (c.moe->active > c.moe->experts) fail(m.where(), ": ", c.moe->active, " active experts of ", c.moe->experts);
+    if (f.find("ffn_dim")) fail(f.where(), ": \"ffn_dim\" and \"moe\" exclude each other");
+  } else {
+    c.ffn_dim = f.integer("ffn_dim", 1, most);
+  }
+  if (c.heads % c.kv_heads) fail(f.where(), ": heads ", c.heads, " is not a multiple of kv_heads ", c.kv_heads);
+  const Json& stages = f.need("stages");
+  if (!stages.is_array() || stages.empty()) fail(f.where(), ": \"stages\" must be a list of at least one stage");
+  std::set<std::string> names;
+  for (const Json& stage : stages) {
+    Fields g(stage, f.where() + ": stage " + std::to_string(c.stages.size()));
+    Stage s;
+    s.name = g.text("name");
+    if (s.name.empty() || s.name == "kv" || s.name.find('.') != std::string::npos)
+      fail(g.where(), ": a stage's name is not empty, has no dot and is not \"kv\", found ", quote(s.name));
+    if (!names.insert(s.name).second) fail(g.where(), ": two stages are named ", quote(s.name));
+    s.layers = g.integer("layers", 1, 4096);
+    s.loops = g.integer("loops", 1, 4096, 1);
+    s.attention = static_cast<Attention>(g.one_of("attention", {"window", "full", "shared"}));
+    const bool shared = s.attention == Attention::shared;
+    if (s.attention == Attention::window) s.window = g.integer("window", 1, most);
+    else if (g.find("window")) fail(g.where(), ": \"window\" belongs on a window stage only");
+    s.rope = g.flag("rope", !shared);
+    if (shared) s.refresh_kv = g.flag("refresh_kv", false);
+    else if (g.find("refresh_kv")) fail(g.where(), ": \"refresh_kv\" belongs on a shared stage only");
+    g.done();
+    if (s.rope && c.head_dim % 2) fail(g.where(), ": head_dim ", c.head_dim, " is odd, RoPE needs pairs");
+    if (c.has_shared()) fail(g.where(), ": follows a shared stage; the one shared stage is the last");
+    c.stages.push_back(s);
+  }
+  f.done();
+  if (const Arch* arch = find_arch(c.arch)) {  // a label promises its stages
+    bool same = arch->parts.size() == c.stages.size();
+    for (std::size_t i = 0; same && i < c.stages.size(); ++i) {
+      const Arch::Part& p = arch->parts[i];
+      same = p.attention == c.stages[i].attention && p.refresh == c.stages[i].refresh_kv &&
+             (p.looped || c.stages[i].loops == 1);
+    }
+    if (!same) fail(f.where(), ": \"arch\" says ", c.arch, ", the stages do not; \"custom\" fits any stages");
+  }
+  return c;
+}
+
+/// The config as JSON, every key written out; what read_config() reads.
+Json config_json(const Config& c) {
+  Json j = {{"arch", c.arch},   {"vocab_size", c.vocab_size}, {"dim", c.dim},
+            {"heads", c.heads}, {"kv_heads", c.kv_heads},     {"head_dim", c.head_dim}};
+  if (c.moe)
+    j["moe"] = {{"experts", c.moe->experts},
+                {"active", c.moe->active},
+                {"dim", c.moe->dim},
+                {"shared_dim", c.moe->shared_dim},
+                {"normalize", c.moe->normalize}};
+  else j["ffn_dim"] = c.ffn_dim;
+  j["norm_eps"] = c.norm_eps, j["rope_theta"] = c.rope_theta, j["rope_pairing"] = c.rope_half ? "half" : "interleaved";
+  j["embed_scale"] = c.embed_scale, j["tied_embeddings"] = c.tied_embeddings, j["tokenizer"] = c.tokenizer;
+  j["stages"] = Json::array();
+  for (const Stage& s : c.stages) {
+    const char* const kinds[] = {"window", "full", "shared"};
+    Json g = {{"name", s.name},
+              {"layers", s.layers},
+              {"loops", s.loops},
+              {"attention", kinds[static_cast<int>(s.attention)]}};
+    if (s.window) g["window"] = s.window;
+    g["rope"] = s.rope;
+    if (s.attention == Attention::shared) g["refresh_kv"] = s.refresh_kv;
+    j["stages"].push_back(g);
+  }
+  return j;
+}
+
+/// A regular file, mapped read-only. What changes under a running program is not protected: a file that is cut short
+/// ends the program with one line (main()), one that is rewritten in place changes the weights; replacing it by
+/// rename is safe.
+class MappedFile {
+ public:
+  MappedFile() = default;
+  explicit MappedFile(const std::string& path) {
+    const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (fd < 0) fail(path, ": ", std::strerror(errno));
+    struct stat info {};
+    const bool regular = fstat(fd, &info) == 0 && S_ISREG(info.st_mode);
+    size_ = regular ? info.st_size : 0;
+    if (size_ > 0) p_ = ::mmap(nullptr, static_cast<std::size_t>(size_), PROT_READ, MAP_PRIVATE, fd, 0);
+    const int error = errno;
+    ::close(fd);
+    if (!regular) fail(path, ": not a regular file");
+    if (p_ == MAP_FAILED) {
+      p_ = nullptr;
+      fail(path, ": cannot be mapped: ", std::strerror(error));
+    }
+  }
+  MappedFile(MappedFile&& o) noexcept : p_(std::exchange(o.p_, nullptr)), size_(o.size_) {}
+  MappedFile& operator=(MappedFile&& o) noexcept {
+    std::swap(p_, o.p_), std::swap(size_, o.size_);
+    return *this;
+  }
+  ~MappedFile() {
+    if (p_) ::munmap(p_, static_cast<std::size_t>(size_));
+  }
+  const char* data() const { return static_cast<const char*>(p_); }
+  Index size() const { return size_; }
+  std::string_view text() const {
+    return p_ ? std::string_view(data(), static_cast<std::size_t>(size_)) : std::string_view();
+  }
+
+ private:
+  void* p_ = nullptr;
+  Index size_ = 0;
+};
+
+/// A tensor as the file's header lists it; offsets count from the end of the header.
+struct StoredTensor {
+  std::string name;
+  Dtype dtype = Dtype::f32;
+  Shape shape;
+  Index begin = 0, end = 0;
+};
+
+/// A model: config, weights, and whatever keeps the weights in memory.
+struct Model {
+  Config config;
+  Weights weights;
+  std::vector<StoredTensor> tensors;  ///< in file order
+  MappedFile file;                    ///< of a checkpoint
+  std::unique_ptr<Arena> arena;       ///< of random weights
+  std::vector<Slab> slabs;
+};
+
+std::string shape_text(const Shape& shape) {
+  std::string s = "[";
+  for (Index d : shape) s += (s.size() > 1 ? "," : "") + std::to_string(d);
+  return s + "]";
+}
+
+/// rows x cols of a tensor as a stored matrix: the leading dimensions are rows; [D] is one row.
+Tensor as_matrix(const void* data, Dtype dtype, const Shape& shape) {
+  Index rows = 1;
+  for (std::size_t i = 0; i + 1 < shape.size(); ++i) rows *= shape[i];
+  return {data, dtype, rows, shape.back()};
+}
+
+/// Layers of empty tensors, as many as the config asks for.
+Weights empty_weights(const Config& c) {
+  Weights w;
+  for (const Stage& s : c.stages) w.stages.emplace_back(static_cast<std::size_t>(s.layers));
+  return w;
+}
+
+inline const std::vector<std::string> dtype_names{"F32", "BF16", "F16"};
+
+/// Reads the header and checks it against the file: sizes, dtypes, offsets that cover the data without gap or overlap.
+/// Throws Error naming file, tensor, expected and found.
+std::vector<StoredTensor> read_header(const MappedFile& file, const std::string& path, Json& config) {
+  if (file.size() < 8) fail(path, ": a safetensors file has at least 8 bytes, found ", file.size());
+  std::uint64_t length = 0;
+  std::memcpy(&length, file.data(), 8);
+  if (length > 100'000'000 || static_cast<Index>(length) > file.size() - 8)
+    fail(path, ": the header claims ", length, " bytes, the file has ", file.size() - 8,
+         " behind its first 8 (limit 100000000)");
+  const Json header = parse_json(file.text().substr(8, length), path + ": header");
+  if (!header.is_object()) fail(path, ": header: expected an object, found ", header.type_name());
+  const Index data = file.size() - 8 - static_cast<Index>(length);
+  std::vector<StoredTensor> tensors;
+  bool found = false;
+  for (const auto& [name, entry] : header.items()) {
+    if (name == "__metadata__") {
+      if (!entry.is_object() || !entry.contains("yocou") || !entry["yocou"].is_string())
+        fail(path, ": __metadata__ must be an object with a string \"yocou\", the config");
+      config = parse_json(entry["yocou"].get_ref<const std::string&>(), path + ": config");
+      found = true;
+      continue;
+    }
+    Fields f(entry, path + ": tensor " + quote(name));
+    StoredTensor t{name, static_cast<Dtype>(f.one_of("dtype", dtype_names)), {}, 0, 0};
+    const Json &shape = f.need("shape"), &offsets = f.need("data_offsets");
+    f.done();
+    unsigned __int128 bytes = static_cast<unsigned __int128>(size_of(t.dtype));
+    if (!shape.is_array() || shape.empty() || shape.size() > 3) fail(f.where(), ": \"shape\" must list 1 to 3 sizes");
+    for (const Json& d : shape) {
+      if (!d.is_number_integer() || d.get<__int128>() < 1 || d.get<__int128>() > std::numeric_limits<Index>::max())
+        fail(f.where(), ": \"shape\" must hold integers of at least 1");
+      t.shape.push_back(d.get<Index>());
+      bytes *= static_cast<unsigned __int128>(t.shape.back());
+      if (bytes > static_cast<unsigned __int128>(data))
+        fail(f.where(), ": shape ", shape_text(t.shape), "... takes more than the file's ", data, " bytes of data");
+    }
+    if (!offsets.is_array() || offsets.size() != 2) fail(f.where(), ": \"data_offsets\" must be [begin,end]");
+    for (const Json& o : offsets)
+      if (!o.is_number_integer() || o.get<__int128>() < 0 || o.get<__int128>() > data)
+        fail(f.where(), ": data_offsets must be integers within the file's ", data, " bytes of data, found ",
+             quote(o.dump()));
+    t.begin = offsets[0].get<Index>(), t.end = offsets[1].get<Index>();
+    if (t.end < t.begin || t.end - t.begin != static_cast<Index>(bytes))
+      fail(f.where(), ": shape ", shape_text(t.shape), " ", dtype_names[static_cast<int>(t.dtype)], " takes ",
+           static_cast<Index>(bytes), " bytes, data_offsets [", t.begin, ",", t.end, "] give ", t.end - t.begin);
+    if ((8 + static_cast<Index>(length) + t.begin) % size_of(t.dtype))
+      fail(f.where(), ": its data is not aligned to ", size_of(t.dtype), " bytes");
+    tensors.push_back(std::move(t));
+  }
+  if (!found) fail(path, ": no __metadata__ with a \"yocou\" config; not a yocou checkpoint");
+  std::sort(tensors.begin(), tensors.end(), [](const auto& a, const auto& b) { return a.begin < b.begin; });
+  Index at = 0;
+  for (const StoredTensor& t : tensors) {
+    if (t.begin != at)
+      fail(path, ": tensor ", quote(t.name), ": data begins at ", t.begin, ", expected ", at,
+           t.begin < at ? " (overlap)" : " (gap)");
+    at = t.end;
+  }
+  if (at != data)
+    fail(path, ": the tensors end at ", at, ", the file's data at ", data, ": truncated, or with bytes left over");
+  return tensors;
+}
+
+/// Opens a checkpoint. The weights are views of the mapped file. Throws Error, one line, for anything that is not
+/// exactly a model.
+Model load_model(const std::string& path) {
+  Model m;
+  m.file = MappedFile(path);
+  Json config;
+  m.tensors = read_header(m.file, path, config);
+  m.config = read_config(config, path);
+  Index layers = 0;
+  for (const Stage& s : m.config.stages) layers += s.layers;
+  if (layers > std::ssize(m.tensors))
+    fail(path, ": the config has ", layers, " layers, the file only ", m.tensors.size(), " tensors");
+  m.weights = empty_weights(m.config);
+  std::map<std::string, const StoredTensor*> stored;
+  for (const StoredTensor& t : m.tensors) stored[t.name] = &t;
+  const char* data = m.file.data() + m.file.size() - (m.tensors.empty() ? 0 : m.tensors.back().end);
+  for_each_tensor(m.config, m.weights, [&](const std::string& name, const Shape& shape, Tensor& t) {
+    const auto it = stored.find(name);
+    if (it == stored.end())
+      fail(path, ": tensor ", quote(name), ": expected shape ", shape_text(shape), ", not in the file");
+    if (it->second->shape != shape)
+      fail(path, ": tensor ", quote(name), ": expected shape ", shape_text(shape), ", found ",
+           shape_text(it->second->shape));
+    t = as_matrix(data + it->second->begin, it->second->dtype, shape);
+    stored.erase(it);
+  });
+  if (!stored.empty())
+    fail(path, ": tensor ", quote(stored.begin()->first), ": not in the config",
+         stored.begin()->first == "head" ? " (tied_embeddings is true: the head is embed)" : "");
+  if (m.config.tied_embeddings) m.weights.head = m.weights.embed;
+  return m;
+}
+
+/// Random numbers first .. first+count-1 of a tensor: gains 1, matrices uniform with variance 1/fan_in. A function of
+/// (seed, tensor, index) alone, so it does not depend on threads or on how the tensor is cut.
+void random_numbers(std::uint64_t seed, std::uint64_t tensor, const Shape& shape, Dtype dtype, Index first, Index count,
+                    void* out) {
+  const float range = shape.size() == 1 ? 0.f : static_cast<float>(std::sqrt(3.0 / static_cast<double>(shape.back())));
+  const std::uint64_t stream = (seed * 0x9e3779b97f4a7c15u) ^ (tensor * 0xd1342543de82ef95u);
+  with_type(dtype, [&](auto num) {
+    auto* to = static_cast<decltype(num)*>(out);
+    each_row(count, 64, [&](Index i) {
+      std::uint64_t z = stream + static_cast<std::uint64_t>(first + i) * 0x9e3779b97f4a7c15u;  // splitmix64
+      z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+      z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+      z ^= z >> 31;
+      const float u = static_cast<float>(z >> 40) * 0x1p-23f - 1.f;  // [-1, 1)
+      store(shape.size() == 1 ? 1.f : u * range, to + i);
+    });
+  });
+}
+
+/// A model of random weights in memory, for measuring.
+Model random_model(const Config& c, Dtype dtype, std::uint64_t seed) {
+  Model m;
+  m.config = c;
+  m.weights = empty_weights(c);
+  m.arena = std::make_unique<Arena>();
+  std::uint64_t number = 0;
+  for_each_tensor(c, m.weights, [&](const std::string&, const Shape& shape, Tensor& t) {
+    t = as_matrix(nullptr, dtype, shape);
+    m.slabs.emplace_back(*m.arena, t.bytes(), Use::weights);
+    t.data = m.slabs.back().data();
+    random_numbers(seed, number++, shape, dtype, 0, t.rows * t.cols, m.slabs.back().data());
+  });
+  if (c.tied_embeddings) m.weights.head = m.weights.embed;
+  return m;
+}
+
+/// A file that appears under its name only when it is whole: written beside it, then renamed. Throws Error when the
+/// disk does not take it.
+class OutputFile {
+ public:
+  explicit OutputFile(std::string path) : path_(std::move(path)), beside_(path_ + ".part" + std::to_string(getpid())) {
+    out_ = std::fopen(beside_.c_str(), "wbx");
+    if (!out_) fail(path_, ": cannot be written: ", std::strerror(errno));
+  }
+  void write(const void* data, std::size_t bytes) {
+    if (std::fwrite(data, 1, bytes, out_) != bytes) fail(path_, ": cannot be written: ", std::strerror(errno));
+  }
+  void commit() {
+    const bool flushed = std::fflush(out_) == 0 && fsync(fileno(out_)) == 0;
+    const bool closed = std::fclose(std::exchange(out_, nullptr)) == 0;
+    if (!flushed || !closed || std::rename(beside_.c_str(), path_.c_str()) != 0)
+      fail(path_, ": cannot be written: ", std::strerror(errno));
+    done_ = true;
+  }
+  ~OutputFile() {
+    if (out_) std::fclose(out_);
+    if (!done_) std::remove(beside_.c_str());
+  }
+
+ private:
+  std::string path_, beside_;
+  std::FILE* out_ = nullptr;
+  bool done_ = false;
+};
+
+/// Writes a checkpoint of random weights, 1M numbers at a time.
+void write_random_checkpoint(const Config& c, Dtype dtype, std::uint64_t seed, const std::string& path) {
+  Json header = {{"__metadata__", {{"format", "pt"}, {"yocou", config_json(c).dump()}}}};
+  Weights w = empty_weights(c);
+  Index at = 0;
+  for_each_tensor(c, w, [&](const std::string& name, const Shape& shape, Tensor&) {
+    const Index bytes = as_matrix(nullptr, dtype, shape).bytes();
+    header[name] = {
+        {"dtype", dtype_names[static_cast<int>(dtype)]}, {"shape", shape}, {"data_offsets", {at, at + bytes}}};
+    at += bytes;
+  });
+  std::string text = header.dump();
+  text.resize((text.size() + 7) / 8 * 8, ' ');
+  OutputFile file(path);
+  const std::uint64_t length = text.size();
+  file.write(&length, 8);
+  file.write(text.data(), text.size());
+  std::vector<char> buffer;
+  std::uint64_t number = 0;
+  for_each_tensor(c, w, [&](const std::string&, const Shape& shape, Tensor&) {
+    const Tensor t = as_matrix(nullptr, dtype, shape);
+    for (Index i = 0, count = t.rows * t.cols; i < count; i += 1 << 20) {
+      const Index n = std::min<Index>(1 << 20, count - i);
+      buffer.resize(static_cast<std::size_t>(n * size_of(dtype)));
+      random_numbers(seed, number, shape, dtype, i, n, buffer.data());
+      file.write(buffer.data(), buffer.size());
+    }
+    ++number;
+  });
+  file.commit();
+}
+
+// =====================================================================================================================
+// 10. Accounting: the paper's costs as exact formulas. They share no code with the counters of parts 2 to 6.
+
+/// An unsigned integer of 128 bits that refuses to wrap.
+struct Exact {
+  unsigned __int128 v = 0;
+  Exact(Index n = 0) : v(static_cast<unsigned __int128>(n)) {}  // NOLINT: formulas read better with plain sizes in them
+  Exact operator+(const Exact& o) const {
+    return checked(o, [](auto a, auto b, auto* r) { return __builtin_add_overflow(a, b, r); });
+  }
+  Exact operator*(const Exact& o) const {
+    return checked(o, [](auto a, auto b, auto* r) { return __builtin_mul_overflow(a, b, r); });
+  }
+  Exact& operator+=(const Exact& o) { return *this = *this + o; }
+  friend Exact operator*(Index a, const Exact& b) { return Exact(a) * b; }
+  auto operator<=>(const Exact&) const = default;
+  explicit operator double() const { return static_cast<double>(v); }
+
+ private:
+  template <class Op>
+  Exact checked(const Exact& o, Op op) const {
+    Exact r;
+    if (op(v, o.v, &r.v)) fail("a cost exceeds 2^128");
+    return r;
+  }
+};
+std::string to_string(Exact e) { return Json(e.v).dump(); }
+
+/// Rows of a paged cache that hold N tokens: blocks are allocated whole.
+Index paged_rows(Index N) { return (N + block_rows - 1) / block_rows * block_rows; }
+
+/// Cache bytes of one sequence of N tokens, s bytes a number: 2 G dh s x rows (spec: window stages W rows per layer and
+/// loop, full stages all rows per layer and loop, a shared stage all rows once, no factor T).
+Exact cache_bytes(const Config& c, Index N, Index s) {
+  Exact rows = 0;
+  for (const Stage& g : c.stages) {
+    if (g.attention == Attention::window) rows += Exact(g.layers) * g.loops * g.window;
+    if (g.attention == Attention::full) rows += Exact(g.layers) * g.loops * paged_rows(N);
+    if (g.attention == Attention::shared) rows += Exact(g.refresh_kv ? g.loops : 1) * paged_rows(N);
+  }
+  return rows * 2 * c.kv_heads * c.head_dim * s;
+}
+
+/// FLOP of one layer at one position that sees `keys` keys, without own k, v.
+Exact layer_flops(const Config& c, const Exact& keys) {
+  const Exact D = c.dim, q = Exact(c.heads) * c.head_dim;
+  const Exact ffn = c.moe ? 2 * D * c.moe->experts + 6 * D * (Exact(c.moe->active) * c.moe->dim + c.moe->shared_dim)
+                          : 6 * D * c.ffn_dim;
+  return 2 * D * q + 4 * q * keys + 2 * q * D + ffn;
+}
+/// FLOP of k and v, or of K^ and V^, at one position.
+Exact kv_flops(const Config& c) { return 4 * Exact(c.dim) * c.kv_heads * c.head_dim; }
+Exact head_flops(const Config& c) { return 2 * Exact(c.dim) * c.vocab_size; }
+
+/// The sum over positions 0 .. N-1 of the keys each sees: N(N+1)/2, or W a position once the window is full.
+Exact keys_seen(Index N, Index W) {
+  const Index ramp = W ? std::min(N, W) : N;
+  Exact sum = Exact(ramp) * (Exact(ramp) + 1);
+  sum.v /= 2;
+  return sum + Exact(N - ramp) * W;
+}
+
+/// FLOP of a prefill of N tokens of one sequence: window and full stages and K^, V^ at every position, shared layers at
+/// the last only (with refresh_kv all loops but the last at every position), one head.
+Exact prefill_flops(const Config& c, Index N) {
+  Exact sum = head_flops(c);
+  for (const Stage& g : c.stages) {
+    const Exact fixed = layer_flops(c, 0), per_key = 4 * Exact(c.heads) * c.head_dim;
+    if (g.attention != Attention::shared) {
+      sum += Exact(g.layers) * g.loops * ((fixed + kv_flops(c)) * N + per_key * keys_seen(N, g.window));
+    } else {
+      const Index whole = g.refresh_kv ? g.loops - 1 : 0;  // passes over every position
+      sum += Exact(g.refresh_kv ? g.loops : 1) * kv_flops(c) * N;
+      sum += Exact(whole) * g.layers * (fixed * N + per_key * keys_seen(N, 0));
+      sum += Exact(g.loops - whole) * g.layers * layer_flops(c, N);
+    }
+  }
+  return sum;
+}
+
+/// FLOP of the decode step after N tokens: position N sees N + 1 keys, or min(N + 1, W).
+Exact decode_flops(const Config& c, Index N) {
+  Exact sum = head_flops(c);
+  for (const Stage& g : c.stages) {
+    const bool shared = g.attention == Attention::shared;
+    sum += Exact(g.layers) * g.loops * layer_flops(c, g.window ? std::min(N + 1, g.window) : N + 1);
+    sum += (shared ? Exact(g.refresh_kv ? g.loops : 1) : Exact(g.layers) * g.loops) * kv_flops(c);
+  }
+  return sum;
+}
+
+/// Stored elements; loops count once.
+struct Params {
+  Exact params;  ///< without embedding and head, norm gains included
+  Exact active;  ///< the same with experts x active/experts
+  Exact embed, head;
+};
+Params count_params(const Config& c) {
+  const Exact D = c.dim, q = Exact(c.heads) * c.head_dim, kv = Exact(c.kv_heads) * c.head_dim;
+  Params p{D, D, D * c.vocab_size, c.tied_embeddings ? Exact(0) : D * c.vocab_size};
+  if (c.has_shared()) p.params += D + 2 * kv * D, p.active += D + 2 * kv * D;
+  for (const Stage& g : c.stages) {
+    const Exact own = 2 * D + 2 * q * D + (g.attention == Attention::shared ? Exact(0) : 2 * kv * D);
+    const auto with_ffn = [&](Index experts) {
+      return own + (c.moe ? D * c.moe->experts + 3 * D * (Exact(experts) * c.moe->dim + c.moe->shared_dim)
+                          : 3 * D * c.ffn_dim);
+    };
+    p.params += g.layers * with_ffn(c.moe ? c.moe->experts : 0);
+    p.active += g.layers * with_ffn(c.moe ? c.moe->active : 0);
+  }
+  return p;
+}
+
+/// Bytes that a decode step of a batch after N tokens must read: each weight once per loop that uses it (of E experts
+/// at most min(E, batch x active)), the head, one embedding row a sequence, and every cached row that is seen; w bytes
+/// a weight, s bytes a cached number.
+Exact decode_bytes(const Config& c, Index N, Index batch, Index w, Index s) {
+  const Exact D = c.dim, q = Exact(c.heads) * c.head_dim, kv = Exact(c.kv_heads) * c.head_dim;
+  Exact weights = D * c.vocab_size + D + Exact(batch) * D, rows = 0;
+  for (const Stage& g : c.stages) {
+    const bool shared = g.attention == Attention::shared;
+    const Exact passes = Exact(g.layers) * g.loops;
+    const Exact ffn =
+        c.moe ? D * c.moe->experts +
+                    3 * D * (Exact(std::min(c.moe->experts, batch * c.moe->active)) * c.moe->dim + c.moe->shared_dim)
+              : 3 * D * c.ffn_dim;
+    weights += passes * (2 * D + 2 * q * D + ffn + (shared ? Exact(0) : 2 * kv * D));
+    if (shared) weights += Exact(g.refresh_kv ? g.loops : 1) * (D + 2 * kv * D);
+    rows += passes * (g.window ? std::min(N + 1, g.window) : N + 1);
+  }
+  return weights * w + Exact(batch) * rows * 2 * kv * s;
+}
+
+/// The largest n in [0, limit] for which ok(n), where ok holds up to some n and not beyond.
+template <class Ok>
+Index largest(Index limit, Ok&& ok) {
+  Index low = 0, high = limit + 1;
+  while (high - low > 1) (ok(low + (high - low) / 2) ? low : high) = low + (high - low) / 2;
+  return low;
+}
+
+// =====================================================================================================================
+// 11. The machine: memory, clocks, its measured limits
+
+using Clock = std::chrono::steady_clock;
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+/// The number behind `key` in a /proc or cgroup file, or -1.
+Index number_in(const std::string& path, const std::string& key) {
+  std::ifstream in(path);
+  for (std::string line; std::getline(in, line);)
+    if (line.compare(0, key.size(), key) == 0) {
+      Index v = -1;
+      return std::istringstream(line.substr(key.size())) >> v ? v : -1;
+    }
+  return -1;
+}
+
+/// Bytes that can still be allocated: the machine's, or the control group's if that is less.
+Index available_memory() {
+  Index available = number_in("/proc/meminfo", "MemAvailable:") * 1024;
+  if (available < 0) return std::numeric_limits<Index>::max();
+  std::string group;
+  std::ifstream in("/proc/self/cgroup");
+  for (std::string line; std::getline(in, line);)
+    if (line.compare(0, 3, "0::") == 0) group = line.substr(3);
+  for (std::filesystem::path p = group; p.has_relative_path(); p = p.parent_path()) {
+    const std::string at = "/sys/fs/cgroup" + p.string();
+    const Index limit = number_in(at + "/memory.max", ""), used = number_in(at + "/memory.current", "");
+    const Index cached = std::max<Index>(0, number_in(at + "/memory.stat", "inactive_file "));
+    if (limit >= 0 && used >= 0) available = std::min(available, std::max<Index>(0, limit - used + cached));
+  }
+  return available;
+}
+
+/// Throws Error when `bytes` more will not fit; both figures are in the line.
+void require_memory(const Exact& bytes, const std::string& what) {
+  const Index available = available_memory();
+  if (bytes > Exact(available))
+    fail(what, " needs ", to_string(bytes), " bytes of memory, ", available, " are available");
+}
+
+/// About what an engine's buffers take for passes of n rows, logits included.
+Exact activation_bytes(const Config& c, Index n) {
+  Exact row = Exact(2) * c.dim + 2 * Exact(c.q_dim()) + 2 * Exact(c.kv_dim()) + c.head_dim + c.vocab_size;
+  if (c.moe)
+    row += Exact(c.moe->experts) + Exact(c.moe->active) * (Exact(c.dim) + 2 * Exact(c.moe->dim)) +
+           2 * Exact(c.moe->shared_dim);
+  else row += 2 * Exact(c.ffn_dim);
+  return row * n * 4;
+}
+
+/// Bytes of this process in RAM now.
+Index resident_memory() { return number_in("/proc/self/status", "VmRSS:") * 1024; }
+
+/// Set by SIGINT; long work looks at it between passes.
+volatile sig_atomic_t interrupted = 0;
+
+/// Thrown when the user has interrupted: exit status 130.
+struct Interrupted {};
+
+/// A progress line on stderr, for work of more than a second: redrawn on a terminal, every ten seconds elsewhere.
+class Progress {
+ public:
+  explicit Progress(std::string what) : what_(std::move(what)) {}
+  void operator()(double done, double total) {
+    const double t = seconds_since(start_);
+    if (t < next_) return;
+    next_ = t + (terminal_ ? 0.2 : 10);
+    std::fprintf(stderr, terminal_ ? "\r%s %3.0f%%, %.0f s\033[K" : "%s %.0f%%, %.0f s\n", what_.c_str(),
+                 100 * done / total, t);
+    shown_ = true;
+  }
+  ~Progress() {
+    if (shown_ && terminal_) std::fputs("\r\033[K", stderr);
+  }
+
+ private:
+  std::string what_;
+  Clock::time_point start_ = Clock::now();
+  bool terminal_ = isatty(STDERR_FILENO), shown_ = false;
+  double next_ = 1;
+};
+
+double median(std::vector<double> v) {
+  std::sort(v.begin(), v.end());
+  return v.size() % 2 ? v[v.size() / 2] : (v[v.size() / 2 - 1] + v[v.size() / 2]) / 2;
+}
+
+/// What this machine can do, measured at the current thread count: the denominators of attainment.
+struct Limits {
+  double gemm_gflops = 0;  ///< Eigen's SGEMM on 512 x 2048 x 2048, all threads, the best of several
+  double read_gbs = 0;     ///< reading 256 MiB, the best of several loops and repetitions
+};
+
+Limits measure_limits() {
+  Limits best;
+  using Matrix = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+  const Index m = 2048, n = 512;
+  const Matrix x = Matrix::Random(n, m), w = Matrix::Random(m, m);
+  Matrix y(n, m);
+  for (int i = 0; i < 8; ++i) {
+    auto start = Clock::now();
+    y.noalias() = x * w.transpose();
+    best.gemm_gflops = std::max(best.gemm_gflops, 2e-9 * static_cast<double>(n * m * m) / seconds_since(start));
+    start = Clock::now();
+#pragma omp parallel for schedule( \
+    static)  // Eigen on one thread a slice of columns: sometimes better than its own split
+    for (Index c = 0; c < m; c += 128) y.middleCols(c, 128).noalias() = x * w.middleRows(c, 128).transpose();
+    best.gemm_gflops = std::max(best.gemm_gflops, 2e-9 * static_cast<double>(n * m * m) / seconds_since(start));
+  }
+  std::vector<float> data(64 << 20, 1.f);
+  const Index count = std::ssize(data), piece = 1 << 16;
+  float sink = 0;
+  for (int i = 0; i < 6; ++i)
+    for (const int streams : {1, 4}) {  // one stream a thread, or four read side by side
+      const auto start = Clock::now();
+      float total = 0;
+#pragma omp parallel for schedule(static) reduction(+ : total)
+      for (Index at = 0; at < count; at += piece) {
+        __m256 sum[4] = {};
+        const Index part = piece / streams;
+        for (Index k = 0; k + 32 / streams <= part; k += 32 / streams)
+          for (int s = 0; s < 4; ++s)
+            sum[s] = _mm256_add_ps(sum[s], load8(&data[at + (streams == 4 ? s * part + k : k + 8 * s)]));
+        total += _mm_cvtss_f32(reduce4(sum));
+      }
+      sink += total;
+      best.read_gbs = std::max(best.read_gbs, 1e-9 * static_cast<double>(count * 4) / seconds_since(start));
+    }
+  if (!(sink > 0)) fail("the bandwidth measurement read wrong values");
+  return best;
+}
+
+std::string cpu_name() {
+  std::ifstream in("/proc/cpuinfo");
+  for (std::string line; std::getline(in, line);)
+    if (line.compare(0, 10, "model name") == 0) return line.substr(line.find(": ") + 2);
+  return "unknown";
+}
+
+std::string build_name() {
+  std::ostringstream s;
+#ifdef __clang__
+  s << "clang " << __clang_version__;
+#else
+  s << "g++ " << __VERSION__;
+#endif
+#ifdef YOCOU_CUDA
+  s << ", CUDA " << YOCOU_CUDA;
+#else
+  s << ", no CUDA";
+#endif
+  return s.str();
+}
+
+// =====================================================================================================================
+// 12. Commands
+
+/// Every option of every command; a command binds those it has.
+struct Options {
+  std::string model, prompt, prompt_file, file, tokens, tokens_file, shape, arch, out, device = "cpu", kv_dtype,
+                                                                                       dtype = "bf16";
+  std::string memory, by, loops_list, N_list;
+  Index n = 256, seed = 0, chunk = 512, threads = 0, prefill = 0, batch = 1, kv_bytes = 2, runs = 3, steps = 4,
+        bins = 16;
+  double temperature = 0, top_p = 1;
+  Index top_k = 0;
+  ShapeOptions shape_options;
+  bool json = false, csv = false, last = false, by_position = false, allocate_only = false;
+};
+
+/// Results go to stdout through here: a full disk is an error, a reader that has gone ends the program quietly.
+void put(std::string_view text) {
+  if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() || std::fflush(stdout) != 0) {
+    if (errno == EPIPE) std::_Exit(0);
+    fail("standard output: ", std::strerror(errno));
+  }
+}
+
+/// JSON for programs: valid UTF-8 always, invalid bytes of a text become U+FFFD.
+void put_json(const Json& j) { put(j.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n"); }
+
+/// A number for people: integers in full, others with four significant digits.
+std::string cell(const Json& v) {
+  if (v.is_string()) return v.get<std::string>();
+  if (v.is_null()) return "-";
+  if (!v.is_number_float()) return v.dump();
+  std::ostringstream s;
+  s << std::setprecision(4) << v.get<double>();
+  return s.str();
+}
+
+/// Prints rows of equal keys as JSON ({"rows":[...]} and `more`), CSV, or a table for people.
+void put_rows(const std::vector<Json>& rows, const Options& o, const Json& more = Json::object()) {
+  if (o.json) {
+    Json all = more;
+    all["rows"] = rows;
+    return put_json(all);
+  }
+  std::vector<std::vector<std::string>> lines(1);
+  if (!rows.empty())
+    for (const auto& [key, value] : rows[0].items()) lines[0].push_back(key);
+  for (const Json& row : rows) {
+    lines.emplace_back();
+    for (const auto& [key, value] : row.items())
+      lines.back().push_back(o.csv && value.is_number_float() ? value.dump() : cell(value));
+  }
+  std::vector<std::size_t> width(lines[0].size());
+  for (const auto& line : lines)
+    for (std::size_t i = 0; i < line.size(); ++i) width[i] = std::max(width[i], line[i].size());
+  std::string text;
+  for (const auto& line : lines) {
+    for (std::size_t i = 0; i < line.size(); ++i) {
+      const bool quoted = o.csv && line[i].find_first_of(",\"") != std::string::npos,
+                 name = rows[0].front().is_string() && i == 0;
+      const std::string pad(o.csv ? 0 : width[i] - line[i].size(), ' ');
+      text += (i ? (o.csv ? "," : "  ") : "") + (name ? "" : pad) + (quoted ? quote(line[i]) : line[i]);
+      if (name && i + 1 < line.size()) text += pad;
+    }
+    text += "\n";
+  }
+  put(text);
+}
+
+/// "1,2,3" as integers within [low, high]. Throws Usage naming the option.
+std::vector<Index> integers(const std::string& text, const char* option, Index low, Index high) {
+  std::vector<Index> out;
+  std::istringstream in(text);
+  for (std::string item; std::getline(in, item, ',');) {
+    std::size_t used = 0;
+    Index v = 0;
+    try {
+      v = std::stoll(item, &used);
+    } catch (const std::exception&) {
+      used = 0;
+    }
+    if (!used || used != item.size() || v < low || v > high)
+      throw Usage(std::string(option) + ": expected integers from " + std::to_string(low) + " to " +
+                  std::to_string(high) + ", found '" + item + "'");
+    out.push_back(v);
+  }
+  if (out.empty()) throw Usage(std::string(option) + ": an empty list");
+  return out;
+}
+
+std::vector<std::string> words(const std::string& text) {
+  std::vector<std::string> out;
+  std::istringstream in(text);
+  for (std::string item; std::getline(in, item, ',');) out.push_back(item);
+  return out;
+}
+
+Dtype dtype_of(const std::string& name) {
+  return name == "bf16" ? Dtype::bf16 : name == "f16" ? Dtype::f16 : Dtype::f32;
+}
+Dtype kv_dtype(const Options& o) {
+  return o.kv_dtype.empty() ? (o.device == "cuda" ? Dtype::bf16 : Dtype::f32) : dtype_of(o.kv_dtype);
+}
+
+void use_threads(const Options& o) {
+  if (o.threads) omp_set_num_threads(static_cast<int>(o.threads));
+}
+
+/// An engine for sequences of `tokens` positions in all, after checking that their caches fit the machine.
+std::unique_ptr<Engine> make_engine(const Model& m, const Options& o, Index max_rows, Index tokens_each,
+                                    Index sequences) {
+  const EngineOptions options{kv_dtype(o), max_rows, tokens_each * sequences, sequences};
+  if (o.device == "cuda") {
+#ifdef YOCOU_CUDA
+    return make_cuda_engine(m.config, m.weights, options);
+#else
+    fail("--device cuda: this yocou was built without CUDA");
+#endif
+  }
+  require_memory(Exact(sequences) * cache_bytes(m.config, tokens_each, size_of(options.kv_dtype)) +
+                     activation_bytes(m.config, max_rows),
+                 "a run of " + std::to_string(tokens_each) + " tokens x " + std::to_string(sequences));
+  return std::make_unique<CpuEngine>(m.config, m.weights, options);
+}
+
+std::vector<int> bytes_to_tokens(std::string_view text) {
+  std::vector<int> tokens;
+  for (const char c : text) tokens.push_back(static_cast<unsigned char>(c));
+  return tokens;
+}
+
+/// A model that text can be given to.
+Model load_text_model(const std::string& path) {
+  Model m = load_model(path);
+  if (m.config.vocab_size < 256) fail(path, ": byte text needs vocab_size >= 256, found ", m.config.vocab_size);
+  return m;
+}
+
+/// Shows bytes on a terminal: whole characters as soon as they are complete, U+FFFD for what is not UTF-8.
+class TerminalText {
+ public:
+  std::string operator()(char byte) {
+    pending_ += byte;
+    std::string out;
+    while (!pending_.empty()) {
+      const auto first = static_cast<unsigned char>(pending_[0]);
+      const std::size_t length = first < 0x80                    ? 1
+                                 : first >= 0xc2 && first < 0xe0 ? 2
+                                 : first >= 0xe0 && first < 0xf0 ? 3
+                                 : first >= 0xf0 && first < 0xf5 ? 4
+                                                                 : 0;
+      std::size_t good = length ? 1 : 0;
+      while (good && good < std::min(length, pending_.size()) &&
+             follows(first, good, static_cast<unsigned char>(pending_[good])))
+        ++good;
+      if (good && good == length) out += pending_.substr(0, length);
+      else if (good && good == pending_.size()) return out;  // incomplete so far
+      else out += "\uFFFD";
+      pending_.erase(0, std::max<std::size_t>(good, 1));
+    }
+    return out;
+  }
+  std::string rest() { return pending_.empty() ? "" : (pending_.clear(), "\uFFFD"); }
+
+ private:
+  /// Whether `byte` may stand at place `at` >= 1 behind `first`: overlong forms, surrogates and > U+10FFFF may not.
+  static bool follows(unsigned char first, std::size_t at, unsigned char byte) {
+    const unsigned char low = at > 1 ? 0x80 : first == 0xe0 ? 0xa0 : first == 0xf0 ? 0x90 : 0x80;
+    const unsigned char high = at > 1 ? 0xbf : first == 0xed ? 0x9f : first == 0xf4 ? 0x8f : 0xbf;
+    return byte >= low && byte <= high;
+  }
+  std::string pending_;
+};
+
+double rate(double count, double seconds) { return count / std::max(seconds, 1e-9); }
+
+/// `yocou generate`
+int generate(const Options& o) {
+  Model m = load_text_model(o.model);
+  if (o.shape_options.loops) set_loops(m.config, o.shape_options.loops);
+  const MappedFile file = o.prompt_file.empty() ? MappedFile() : MappedFile(o.prompt_file);
+  const std::vector<int> prompt = bytes_to_tokens(o.prompt_file.empty() ? std::string_view(o.prompt) : file.text());
+  if (prompt.empty()) fail("the prompt is empty: there is nothing to continue");
+  const Index N = std::ssize(prompt);
+  use_threads(o);
+  const auto engine = make_engine(m, o, std::min(o.chunk, N), N + o.n, 1);
+  const int sequence = engine->open();
+  std::vector<float> logits(static_cast<std::size_t>(m.config.vocab_size));
+  Sampler sample{o.temperature, o.top_k, o.top_p, std::mt19937_64(static_cast<std::uint64_t>(o.seed))};
+  const bool terminal = isatty(STDOUT_FILENO);
+  TerminalText shown;
+  std::string text;
+  std::vector<int> tokens;
+  Index decoded = 0;
+  double prompt_seconds = 0, decode_seconds = 0;
+  auto start = Clock::now();
+  {
+    Progress progress("prompt");
+    for (Index i = 0; i < N && !interrupted; i += o.chunk) {
+      const Index n = std::min(o.chunk, N - i);
+      const Segment part{sequence, std::span(prompt).subspan(i, n), i + n == N ? Logits::last : Logits::none};
+      engine->forward({&part, 1}, logits.data());
+      progress(static_cast<double>(i + n), static_cast<double>(N));
+    }
+  }
+  prompt_seconds = seconds_since(start);
+  start = Clock::now();
+  while (std::ssize(tokens) < o.n && !interrupted) {
+    if (!tokens.empty()) {
+      decode(*engine, {&sequence, 1}, {&tokens.back(), 1}, logits.data());
+      ++decoded;
+      decode_seconds = seconds_since(start);
+    }
+    tokens.push_back(sample(logits));
+    if (tokens.back() > 255) fail("the model wrote token ", tokens.back(), ", which is not a byte");
+    const char byte = static_cast<char>(tokens.back());
+    text += byte;
+    if (!o.json) put(terminal ? shown(byte) : std::string(1, byte));
+  }
+  if (o.json)
+    put_json(Json{{"text", text},
+             {"tokens", tokens},
+             {"seed", o.seed},
+             {"prompt_tokens", N},
+             {"cache_bytes", engine->cache_bytes()}});
+  else if (terminal) put(shown.rest() + "\n");
+  std::ostringstream line;
+  line << std::setprecision(4) << "prompt " << N << " tokens, " << rate(static_cast<double>(N), prompt_seconds)
+       << " tok/s; decode ";
+  if (decoded) line << decoded << " steps, " << rate(static_cast<double>(decoded), decode_seconds) << " tok/s; ";
+  else line << "no steps; ";
+  line << "cache " << engine->cache_bytes() << " bytes; seed " << o.seed << "\n";
+  std::fputs(line.str().c_str(), stderr);
+  if (interrupted) throw Interrupted{};
+  return 0;
+}
+
+/// -ln p(token) for each row of logits [rows,V], in double.
+double surprise(std::span<const float> logits, int token) {
+  const double max = *std::max_element(logits.begin(), logits.end());
+  double sum = 0;
+  for (const float l : logits) sum += std::exp(l - max);
+  return max + std::log(sum) - logits[token];
+}
+
+/// `yocou score`: row t-1 predicts token t, so a file of N bytes gives N-1 predictions.
+int score(const Options& o) {
+  Model m = load_text_model(o.model);
+  const MappedFile file(o.file);
+  const std::vector<int> tokens = bytes_to_tokens(file.text());
+  const Index N = std::ssize(tokens), V = m.config.vocab_size;
+  if (N < 2) fail(o.file, ": scoring needs at least 2 bytes, found ", N);
+  use_threads(o);
+  std::vector<Json> rows, positions;
+  const std::vector<Index> loops =
+      o.loops_list.empty() ? std::vector<Index>{0} : integers(o.loops_list, "--loops", 1, 4096);
+  for (const Index T : loops) {
+    if (T) set_loops(m.config, T);
+    const auto engine = make_engine(m, o, std::min(o.chunk, N), N, 1);
+    std::vector<double> nats(static_cast<std::size_t>(N - 1));
+    Progress progress("score");
+    forward_all(*engine, m.config, engine->open(), tokens, o.chunk, [&](Index first, Index n, const float* logits) {
+      for (Index i = 0; i < n && first + i + 1 < N; ++i)
+        nats[first + i] = surprise({logits + i * V, static_cast<std::size_t>(V)}, tokens[first + i + 1]);
+      progress(static_cast<double>(first + n), static_cast<double>(N));
+    });
+    const auto mean = [&](Index from, Index to) {
+      return std::accumulate(nats.begin() + from, nats.begin() + to, 0.0) / static_cast<double>(to - from);
+    };
+    const double all = mean(0, N - 1);
+    rows.push_back({{"loops", looped(m.config)},
+                    {"predictions", N - 1},
+                    {"bits_per_byte", all / std::log(2.0)},
+                    {"perplexity", std::exp(all)}});
+    if (o.by_position)  // position t: the byte predicted is byte t; bins grow by doubling
+      for (Index from = 1; from < N; from *= 2) {
+        const Index to = std::min(2 * from, N);
+        positions.push_back({{"loops", looped(m.config)},
+                             {"from", from},
+                             {"to", to - 1},
+                             {"bits_per_byte", mean(from - 1, to - 1) / std::log(2.0)}});
+      }
+  }
+  Json more = Json::object();
+  if (o.by_position) more["by_position"] = positions;
+  if (o.json) {
+    Json all = {{"rows", rows}};
+    all.update(more);
+    put_json(all);
+  } else {
+    put_rows(rows, o);
+    if (o.by_position) put("\n"), put_rows(positions, o);
+  }
+  return 0;
+}
+
+/// `yocou logits`
+int logits(const Options& o) {
+  Model m = load_model(o.model);
+  if (o.shape_options.loops) set_loops(m.config, o.shape_options.loops);
+  if (o.tokens.empty() == o.tokens_file.empty()) throw Usage("logits: give either --tokens or --tokens-file");
+  std::string list = o.tokens;
+  std::string where = "--tokens";
+  if (!o.tokens_file.empty()) {
+    list = std::string(MappedFile(o.tokens_file).text());
+    where = o.tokens_file;
+  }
+  std::vector<int> tokens;
+  for (std::size_t i = 0; i < list.size();) {
+    if (list[i] == ',' || std::isspace(static_cast<unsigned char>(list[i]))) {
+      ++i;
+      continue;
+    }
+    const std::size_t end = std::min(list.size(), list.find_first_of(", \t\r\n\v\f", i));
+    int token = -1;
+    const auto [stop, error] = std::from_chars(list.data() + i, list.data() + end, token);
+    if (error != std::errc() || stop != list.data() + end || token < 0 || token >= m.config.vocab_size)
+      fail(where, ": expected token ids from 0 to ", m.config.vocab_size - 1, ", found ",
+           quote(list.substr(i, end - i)));
+    tokens.push_back(token);
+    i = end;
+  }
+  const Index N = std::ssize(tokens), V = m.config.vocab_size, K = o.prefill ? o.prefill : N;
+  if (N == 0) fail(where, ": no tokens");
+  if (K > N) throw Usage("--prefill: " + std::to_string(K) + " of " + std::to_string(N) + " tokens");
+  use_threads(o);
+  const auto engine = make_engine(m, o, std::min(o.chunk, K), N, 1);
+  const int sequence = engine->open();
+  Json out = Json::array();
+  const auto add = [&](Index, Index n, const float* rows) {
+    for (Index i = 0; i < n; ++i) {
+      Json row = Json::array();
+      for (Index v = 0; v < V; ++v) row.push_back(rows[i * V + v]);
+      out.push_back(std::move(row));
+    }
+  };
+  std::vector<float> row(static_cast<std::size_t>(V));
+  const std::span<const int> prompt = std::span(tokens).first(K);
+  if (o.last) prefill(*engine, sequence, prompt, o.chunk, row.data());
+  else forward_all(*engine, m.config, sequence, prompt, o.chunk, add);
+  for (Index i = K; i < N; ++i) {
+    decode(*engine, {&sequence, 1}, {&tokens[i], 1}, row.data());
+    if (!o.last) add(i, 1, row.data());
+  }
+  if (o.last) add(N - 1, 1, row.data());
+  std::ostringstream text;
+  text << std::setprecision(9);
+  const char *open = o.json ? "[" : "", *close = o.json ? "]" : "", *comma = o.json ? "," : " ",
+             *next = o.json ? "," : "\n";
+  if (o.json) text << "{\"tokens\":" << Json(tokens).dump() << ",\"logits\":[";
+  for (std::size_t i = 0; i < out.size(); ++i) {
+    text << (i ? next : "") << open;
+    for (std::size_t v = 0; v < out[i].size(); ++v) text << (v ? comma : "") << out[i][v].get<double>();
+    text << close;
+  }
+  text << (o.json ? "]}\n" : "\n");
+  put(text.str());
+  return 0;
+}
+
+/// One line of a task file.
+struct Task {
+  std::string prompt, answer;
+  std::string group;  ///< JSON of the field to group by
+};
+
+/// Reads JSON lines {"prompt","answer", ...}; `by` names the field to group by. Throws Error naming file and line.
+std::vector<Task> read_tasks(std::string_view text, const std::string& path, const std::string& by) {
+  std::vector<Task> tasks;
+  Index number = 0;
+  for (std::size_t at = 0; at < text.size();) {
+    const std::size_t end = std::min(text.size(), text.find('\n', at));
+    const std::string_view line = text.substr(at, end - at);
+    at = end + 1;
+    const std::string where = path + ":" + std::to_string(++number);
+    if (line.find_first_not_of(" \t\r") == std::string_view::npos) continue;
+    const Json json = parse_json(line, where);
+    Fields f(json, where);
+    Task t{f.text("prompt"), f.text("answer"), "null"};
+    if (t.prompt.empty() || t.answer.empty()) fail(where, ": \"prompt\" and \"answer\" must not be empty");
+    if (!by.empty()) t.group = f.need(by).dump();
+    tasks.push_back(std::move(t));
+  }
+  if (tasks.empty()) fail(path, ": no tasks");
+  return tasks;
+}
+
+/// Greedy completions of tasks first .. last-1, prompts and decode steps batched. right[i] = 1 for an exact match.
+void answer_batch(Engine& engine, const Config& c, std::span<const Task> tasks, Index chunk, char* right) {
+  const Index V = c.vocab_size, count = std::ssize(tasks);
+  std::vector<float> logits(static_cast<std::size_t>(count * V));
+  std::vector<std::vector<int>> prompts;
+  std::vector<int> sequences;
+  std::vector<Segment> pass;
+  for (const Task& t : tasks) prompts.push_back(bytes_to_tokens(t.prompt)), sequences.push_back(engine.open());
+  if (count == 1) prefill(engine, sequences[0], prompts[0], chunk, logits.data());
+  else {
+    for (Index i = 0; i < count; ++i) pass.push_back({sequences[i], prompts[i], Logits::last});
+    engine.forward(pass, logits.data());
+  }
+  std::vector<Index> open(static_cast<std::size_t>(count));
+  std::iota(open.begin(), open.end(), 0);
+  std::vector<std::string> written(static_cast<std::size_t>(count));
+  while (!open.empty()) {
+    std::vector<int> next, who;
+    std::vector<Index> still;
+    for (std::size_t row = 0; row < open.size(); ++row) {
+      const Index i = open[row];
+      const int token = greedy({logits.data() + row * V, static_cast<std::size_t>(V)});
+      if (token < 256) written[i] += static_cast<char>(token);
+      if (token > 255 || written[i].size() == tasks[i].answer.size()) continue;
+      still.push_back(i), next.push_back(token), who.push_back(sequences[i]);
+    }
+    if (!still.empty()) decode(engine, who, next, logits.data());
+    open = still;
+  }
+  for (Index i = 0; i < count; ++i) right[i] = written[i] == tasks[i].answer, engine.close(sequences[i]);
+}
+
+/// `yocou eval`
+int eval(const Options& o) {
+  Model m = load_text_model(o.model);
+  const MappedFile file(o.file);
+  const std::vector<Task> tasks = read_tasks(file.text(), o.file, o.by);
+  use_threads(o);
+  Index longest = 0, batch_max = 64;
+  for (const Task& t : tasks) longest = std::max(longest, std::ssize(t.prompt) + std::ssize(t.answer));
+  std::vector<Json> rows;
+  Index total = 0, correct = 0;
+  const std::vector<Index> loops =
+      o.loops_list.empty() ? std::vector<Index>{0} : integers(o.loops_list, "--loops", 1, 4096);
+  for (const Index T : loops) {
+    if (T) set_loops(m.config, T);
+    const auto engine =
+        make_engine(m, o, std::max(o.chunk, batch_max), std::max(longest, o.chunk / batch_max), batch_max);
+    std::vector<char> right(tasks.size());
+    Progress progress("eval");
+    for (std::size_t first = 0; first < tasks.size();) {
+      std::size_t last = first;
+      Index sum = 0;
+      while (last < tasks.size() && static_cast<Index>(last - first) < batch_max &&
+             (last == first || sum + std::ssize(tasks[last].prompt) <= o.chunk))
+        sum += std::ssize(tasks[last++].prompt);
+      if (interrupted) throw Interrupted{};
+      answer_batch(*engine, m.config, std::span(tasks).subspan(first, last - first), o.chunk, right.data() + first);
+      first = last;
+      progress(static_cast<double>(first), static_cast<double>(tasks.size()));
+    }
+    std::vector<std::string> groups;  // in the order of the file
+    std::map<std::string, std::pair<Index, Index>> tally;
+    for (std::size_t i = 0; i < tasks.size(); ++i) {
+      if (!tally.count(tasks[i].group)) groups.push_back(tasks[i].group);
+      auto& [count, good] = tally[tasks[i].group];
+      ++count, good += right[i];
+    }
+    for (const std::string& g : groups) {
+      const auto [count, good] = tally[g];
+      rows.push_back({{"loops", looped(m.config)},
+                      {"group", Json::parse(g)},
+                      {"count", count},
+                      {"correct", good},
+                      {"accuracy", static_cast<double>(good) / static_cast<double>(count)}});
+      total += count, correct += good;
+    }
+  }
+  put_rows(rows, o, {{"accuracy", static_cast<double>(correct) / static_cast<double>(total)}, {"count", total}});
+  return 0;
+}
+
+/// `yocou trace`: what each application of a layer does to the state, means over the prompt's positions (Figure 8).
+int trace(const Options& o) {
+  Model m = load_text_model(o.model);
+  if (o.shape_options.loops) set_loops(m.config, o.shape_options.loops);
+  const Config& c = m.config;
+  const std::vector<int> prompt = bytes_to_tokens(o.prompt);
+  if (prompt.empty()) fail("the prompt is empty: there is nothing to trace");
+  use_threads(o);
+  struct Sums {
+    Application at;
+    double norm = 0, angle = 0, loop_cosine = 0;
+    std::vector<Index> load;
+  };
+  std::vector<Sums> applications;
+  std::vector<float> before, loop_before;
+  std::size_t next = 0;
+  const Index D = c.dim, N = std::ssize(prompt);
+  const auto engine = make_engine(m, o, std::min(o.chunk, N), N, 1);
+  const auto cosine = [D](const float* a, const float* b) {
+    double ab = 0, aa = 0, bb = 0;
+    for (Index d = 0; d < D; ++d) ab += double{a[d]} * b[d], aa += double{a[d]} * a[d], bb += double{b[d]} * b[d];
+    return aa > 0 && bb > 0 ? std::clamp(ab / std::sqrt(aa * bb), -1.0, 1.0) : 1.0;
+  };
+  engine->on_layer = [&](const Application& a) {
+    if (a.stage < 0) next = 0;
+    if (next == applications.size()) applications.push_back({a, 0, 0, 0, {}});
+    Sums& sums = applications[next++];
+    sums.load.resize(a.expert_load.size());
+    std::transform(a.expert_load.begin(), a.expert_load.end(), sums.load.begin(), sums.load.begin(), std::plus<>());
+    const bool ends_loop = a.stage >= 0 && a.layer + 1 == c.stages[a.stage].layers;
+    for (Index i = 0; i < std::ssize(a.x); i += D) {
+      double square = 0;
+      for (Index d = 0; d < D; ++d) square += double{a.x[i + d]} * a.x[i + d];
+      sums.norm += std::sqrt(square / static_cast<double>(D));
+      if (a.stage >= 0) sums.angle += std::acos(cosine(&a.x[i], &before[i])) / M_PI;
+      if (ends_loop && a.loop > 0) sums.loop_cosine += cosine(&a.x[i], &loop_before[i]);
+    }
+    before.assign(a.x.begin(), a.x.end());
+    if (ends_loop) loop_before = before;
+  };
+  forward_all(*engine, c, engine->open(), prompt, o.chunk, [](Index, Index, const float*) {});
+  std::vector<Json> rows;
+  const double n = static_cast<double>(N);
+  for (const Sums& a : applications) {
+    const bool layer = a.at.stage >= 0, ends = layer && a.at.loop > 0 && a.at.layer + 1 == c.stages[a.at.stage].layers;
+    Json load = Json::array();
+    for (const Index l : a.load) load.push_back(static_cast<double>(l) / static_cast<double>(N * c.moe->active));
+    rows.push_back({{"application", std::ssize(rows)},
+                    {"stage", layer ? c.stages[a.at.stage].name : "embed"},
+                    {"loop", a.at.loop},
+                    {"layer", a.at.layer},
+                    {"norm", a.norm / n},
+                    {"angular_distance", layer ? Json(a.angle / n) : Json()},
+                    {"loop_cosine", ends ? Json(a.loop_cosine / n) : Json()},
+                    {"router_load", load.empty() ? Json() : load}});
+  }
+  if (!o.json)  // one cell for the loads
+    for (Json& row : rows) {
+      std::string loads;
+      for (const Json& l : row["router_load"])
+        loads += (loads.empty() ? "" : " ") + cell(std::round(l.get<double>() * 1000) / 1000);
+      row["router_load"] = loads.empty() ? "-" : loads;
+    }
+  put_rows(rows, o);
+  return 0;
+}
+
+/// What cost, verify, bench and init work on: a checkpoint, or a shape in one or several architectures.
+struct Subject {
+  Config config;
+  std::optional<Model> model;
+};
+
+std::vector<Subject> subjects(const Options& o, const std::string& shape, bool all_archs) {
+  std::vector<Subject> out;
+  if (!o.model.empty()) {
+    if (!o.shape.empty() || !o.arch.empty() || o.shape_options.layers || o.shape_options.window)
+      throw Usage("give either a MODEL or --shape, --arch, --layers, --window");
+    Model m = load_model(o.model);
+    if (o.shape_options.loops) set_loops(m.config, o.shape_options.loops);
+    const Config c = m.config;
+    out.push_back({c, std::move(m)});
+    return out;
+  }
+  std::vector<std::string> names = words(o.arch);
+  if (names.empty())  // by default those that take the overrides
+    for (const Arch& a : archs())
+      if ((all_archs || out.empty()) && (!o.shape_options.loops || takes_loops(&a)) &&
+          (!o.shape_options.window || takes_window(a))) {
+        names.push_back(a.name);
+        if (!all_archs) break;
+      }
+  for (const std::string& name : names)
+    out.push_back({make_config(o.shape.empty() ? shape : o.shape, name, o.shape_options), {}});
+  return out;
+}
+
+/// "80GB", "24GiB", "512MB", or bytes. MB and GB are 2^20 and 2^30 bytes, as in the paper's tables.
+Index memory_size(const std::string& text) {
+  std::size_t used = 0;
+  double number = -1;
+  try {
+    number = std::stod(text, &used);
+  } catch (const std::exception&) {
+  }
+  const std::string unit = text.substr(used);
+  const std::map<std::string, double> units{{"", 1},          {"B", 1},        {"MB", 1 << 20},
+                                            {"MiB", 1 << 20}, {"GB", 1 << 30}, {"GiB", 1 << 30}};
+  if (!units.count(unit) || !std::isfinite(number) || number <= 0 || number * units.at(unit) > 0x1p60)
+    throw Usage("--memory: expected a size like 80GB, found '" + text + "'");
+  return static_cast<Index>(number * units.at(unit));
+}
+
+inline constexpr Index N_limit = Index{1} << 40;      ///< tokens that cost answers for
+inline constexpr Index batch_limit = Index{1} << 20;  ///< sequences
+
+/// The smallest N from which on a prefill of `c` costs less than one of `other`; null when that is never.
+Json crossover(const Config& c, const Config& other) {
+  const auto dearer = [&](Index N) { return prefill_flops(c, N) >= prefill_flops(other, N); };
+  if (dearer(N_limit)) return nullptr;
+  return largest(N_limit, [&](Index N) { return N == 0 || dearer(N); }) + 1;
+}
+
+/// `yocou cost`
+int cost(const Options& o) {
+  const std::vector<Subject> all = subjects(o, "1.3b", /*all_archs=*/true);
+  const std::vector<Index> Ns = integers(o.N_list.empty() ? "16384,65536,262144" : o.N_list, "-N", 1, N_limit);
+  std::optional<Config> yoco_u;  // the reference of the ratios, in the same shape
+  if (o.model.empty()) {
+    ShapeOptions options = o.shape_options;
+    const Index L = all[0].config.stages[0].layers * (all[0].config.stages.size() > 1 ? 2 : 1);
+    if (L % 2 == 0) yoco_u = make_config(o.shape.empty() ? "1.3b" : o.shape, "yoco-u", options);
+  }
+  const Index memory = o.memory.empty() ? 0 : memory_size(o.memory), s = o.kv_bytes, B = o.batch;
+  std::vector<Json> rows, table;
+  for (const Subject& subject : all)
+    for (const Index N : Ns) {
+      const Config& c = subject.config;
+      const Params p = count_params(c);
+      const Exact kv = Exact(B) * cache_bytes(c, N, s), prefill = Exact(B) * prefill_flops(c, N),
+                  step = Exact(B) * decode_flops(c, N);
+      Json row = {{"arch", c.arch},
+                  {"N", N},
+                  {"batch", B},
+                  {"cache_bytes", kv.v},
+                  {"prefill_flops", prefill.v},
+                  {"decode_flops", step.v},
+                  {"params", p.params.v},
+                  {"active_params", p.active.v},
+                  {"embed_params", p.embed.v},
+                  {"head_params", p.head.v},
+                  {"decode_bytes", decode_bytes(c, N, B, 2, s).v}};
+      const auto ratio = [&](const Exact& mine, const Exact& reference) {
+        return Json(static_cast<double>(mine) / static_cast<double>(reference));
+      };
+      if (yoco_u) {
+        row["cache_ratio"] = ratio(kv, Exact(B) * cache_bytes(*yoco_u, N, s));
+        row["prefill_ratio"] = ratio(prefill, Exact(B) * prefill_flops(*yoco_u, N));
+        row["decode_ratio"] = ratio(step, Exact(B) * decode_flops(*yoco_u, N));
+        row["prefill_crossover_N"] = crossover(*yoco_u, c);
+      }
+      if (memory) {  // weights in two bytes, and the caches
+        const Exact weights = 2 * (p.params + p.embed + p.head);
+        row["max_N"] =
+            largest(N_limit, [&](Index n) { return weights + Exact(B) * cache_bytes(c, n, s) <= Exact(memory); });
+        row["max_batch"] =
+            largest(batch_limit, [&](Index b) { return weights + Exact(b) * cache_bytes(c, N, s) <= Exact(memory); });
+        if (weights > Exact(memory)) row["max_N"] = row["max_batch"] = 0;
+      }
+      if (const Arch* a = find_arch(c.arch))
+        row["kv_big_o"] = a->kv_cache, row["prefill_big_o"] = a->prefill, row["decode_big_o"] = a->decode;
+      Json line = {{"arch", c.arch},
+                   {"N", N},
+                   {"params M", static_cast<double>(p.params) / 1e6},
+                   {"active M", static_cast<double>(p.active) / 1e6},
+                   {"KV MB", static_cast<double>(kv) / 0x1p20},
+                   {"prefill TFLOP", static_cast<double>(prefill) / 1e12},
+                   {"decode GFLOP", static_cast<double>(step) / 1e9},
+                   {"decode GB", row["decode_bytes"].get<double>() / 1e9}};
+      if (yoco_u)
+        line["KV x"] = row["cache_ratio"], line["prefill x"] = row["prefill_ratio"],
+        line["decode x"] = row["decode_ratio"], line["yoco-u cheaper from"] = row["prefill_crossover_N"];
+      if (memory) line["max N"] = row["max_N"], line["max batch"] = row["max_batch"];
+      rows.push_back(std::move(row)), table.push_back(std::move(line));
+    }
+  if (o.json || o.csv) return put_rows(rows, o), 0;
+  put_rows(table, o);
+  std::vector<Json> big_o;
+  for (const Subject& subject : all)
+    if (const Arch* a = find_arch(subject.config.arch))
+      big_o.push_back(
+          {{"arch", a->name}, {"KV cache", a->kv_cache}, {"prefill", a->prefill}, {"decode, a step", a->decode}});
+  put("\nKV MB = 2^20 bytes, " + std::to_string(s) + " a number; batch " + std::to_string(B) +
+      "; x: relative to yoco-u\n\n");
+  if (!big_o.empty()) put_rows(big_o, o);
+  return 0;
+}
+
+/// Tokens that mean nothing, for measuring.
+std::vector<int> random_tokens(const Config& c, Index n, std::uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::vector<int> tokens(static_cast<std::size_t>(n));
+  for (int& t : tokens) t = static_cast<int>(random() % static_cast<std::uint64_t>(c.vocab_size));
+  return tokens;
+}
+
+/// One comparison of `verify`.
+Json check(const char* quantity, const std::string& arch, Index N, const Exact& formula, std::uint64_t measured) {
+  return {{"quantity", quantity}, {"arch", arch},         {"N", N},
+          {"formula", formula.v}, {"measured", measured}, {"equal", formula.v == measured}};
+}
+
+/// Really runs a prefill of N tokens and `steps` decode steps and holds what the operations and the arena counted
+/// against the formulas.
+void verify_run(const Model& m, const Options& o, Index N, std::vector<Json>& rows) {
+  const Config& c = m.config;
+  const Index B = o.batch, s = size_of(kv_dtype(o));
+  const auto engine = make_engine(m, o, std::max(std::min(o.chunk, N), B), N + o.steps, B);
+  std::vector<int> sequences;
+  std::vector<float> logits(static_cast<std::size_t>(B * c.vocab_size));
+  for (Index b = 0; b < B; ++b) {
+    sequences.push_back(engine->open());
+    prefill(*engine, sequences.back(), random_tokens(c, N, static_cast<std::uint64_t>(b)), o.chunk, logits.data());
+  }
+  const auto add = [&](const char* quantity, Index n, const Exact& formula, Index measured) {
+    rows.push_back(check(quantity, c.arch, n, formula, static_cast<std::uint64_t>(measured)));
+  };
+  Exact cross = 0, global = 0, rings = 0;
+  for (const Stage& g : c.stages) {
+    if (g.attention == Attention::window) rings += Exact(B) * g.layers * g.loops * g.window * 2 * c.kv_dim() * s;
+    if (g.attention != Attention::shared) continue;
+    cross = Exact(B) * (g.refresh_kv ? Exact(g.loops - 1) * N + 1 : Exact(g.loops));
+    global = Exact(B) * (g.refresh_kv ? g.loops : 1);
+  }
+  add("cache_bytes_prefill", N, Exact(B) * cache_bytes(c, N, s), engine->cache_bytes());
+  add("prefill_flops", N, Exact(B) * prefill_flops(c, N), static_cast<Index>(engine->counters.flops));
+  add("cross_positions", N, cross, static_cast<Index>(engine->counters.cross_positions));
+  add("global_rows", N, global * N, engine->global_rows());
+  for (Index k = 0; k < o.steps; ++k) {
+    const Counters before = engine->counters;
+    decode(*engine, sequences, random_tokens(c, B, static_cast<std::uint64_t>(k)), logits.data());
+    add("decode_flops", N + k, Exact(B) * decode_flops(c, N + k),
+        static_cast<Index>((engine->counters - before).flops));
+  }
+  add("cache_bytes_decode", N + o.steps, Exact(B) * cache_bytes(c, N + o.steps, s), engine->cache_bytes());
+  add("global_rows", N + o.steps, global * (N + o.steps), engine->global_rows());
+  for (const int sequence : sequences) engine->close(sequence);
+  for (Index b = 0; b < B; ++b)
+    sequences[b] = engine->open();  // an empty sequence holds its rings, whole, and no block
+  add("ring_bytes", N, rings, engine->cache_bytes());
+}
+
+/// Allocates the caches of N tokens, touched, without weights or tokens. A cell that does not fit is a row that says so.
+Json verify_allocation(const Config& c, const Options& o, Index N) {
+  const Exact formula = Exact(o.batch) * cache_bytes(c, N, size_of(kv_dtype(o)));
+  const Index available = available_memory();
+  if (formula > Exact(available)) {
+    Json row = {{"quantity", "cache_bytes_prefill"},
+                {"arch", c.arch},
+                {"N", N},
+                {"formula", formula.v},
+                {"measured", nullptr},
+                {"equal", nullptr}};
+    row["note"] = "does not fit: " + std::to_string(available) + " bytes are available";
+    return row;
+  }
+  Arena arena;
+  const Plan plan(c);
+  std::vector<Cache> caches;
+  const Index before = resident_memory();
+  for (Index b = 0; b < o.batch; ++b)
+    for (const Plan::Entry& e : plan.caches) caches.emplace_back(arena, c, kv_dtype(o), e.window).grow(N);
+  Json row = check("cache_bytes_prefill", c.arch, N, formula, static_cast<std::uint64_t>(arena.live(Use::cache)));
+  row["note"] = "resident grew by " + std::to_string(resident_memory() - before);
+  return row;
+}
+
+/// `yocou verify`
+int verify(const Options& o) {
+  const std::vector<Index> Ns = integers(o.N_list.empty() ? "1,63,64,65,255,256,257,300" : o.N_list, "-N", 1, N_limit);
+  use_threads(o);
+  std::vector<Json> rows;
+  Progress progress("verify");
+  std::vector<Subject> all = subjects(o, "tiny", /*all_archs=*/true);
+  double done = 0;
+  for (Subject& subject : all) {
+    if (!o.allocate_only && !subject.model)
+      subject.model = random_model(subject.config, dtype_of(o.dtype), static_cast<std::uint64_t>(o.seed));
+    if (subject.model) {
+      Index stored = 0;
+      for_each_tensor(subject.config, subject.model->weights,
+                      [&](const std::string& name, const Shape&, const Tensor& t) {
+                        if (name != "embed" && name != "head") stored += t.rows * t.cols;
+                      });
+      rows.push_back(check("params", subject.config.arch, 0, count_params(subject.config).params,
+                           static_cast<std::uint64_t>(stored)));
+    }
+    for (const Index N : Ns) {
+      if (interrupted) throw Interrupted{};
+      if (o.allocate_only) rows.push_back(verify_allocation(subject.config, o, N));
+      else verify_run(*subject.model, o, N, rows);
+      progress(++done, static_cast<double>(all.size() * Ns.size()));
+    }
+    if (o.model.empty()) subject.model.reset();
+  }
+  const auto differs = [](const Json& row) { return row["equal"] == false; };
+  const auto unequal = std::count_if(rows.begin(), rows.end(), differs);
+  put_rows(rows, o, {{"resident_bytes", resident_memory()}});
+  if (!o.json && !o.csv)
+    put("\n" + std::to_string(rows.size()) + " comparisons, " + std::to_string(unequal) +
+        " differ; the process holds " + std::to_string(resident_memory()) +
+        " bytes in memory now, program and libraries included\n");
+  if (unequal) {
+    const Json& row = *std::find_if(rows.begin(), rows.end(), differs);
+    fail("verify: ", row["quantity"].get<std::string>(), " of ", row["arch"].get<std::string>(),
+         " at N = ", row["N"].dump(), ": formula ", row["formula"].dump(), ", measured ", row["measured"].dump(), "; ",
+         unequal, " rows differ");
+  }
+  return 0;
+}
+
+/// `yocou bench`
+int bench(const Options& o) {
+  const std::vector<Index> Ns = integers(o.N_list.empty() ? "1024,4096,16384" : o.N_list, "-N", 1, N_limit);
+  use_threads(o);
+  std::vector<Subject> all = subjects(o, "small", /*all_archs=*/false);
+  const Limits limits = measure_limits();
+  const Json machine = {{"cpu", cpu_name()},
+                        {"threads", omp_get_max_threads()},
+                        {"build", build_name()},
+                        {"version", version},
+                        {"device", o.device},
+                        {"weights", o.model.empty() ? o.dtype : "as stored"},
+                        {"kv_dtype", kv_dtype(o) == Dtype::bf16 ? "bf16" : "f32"},
+                        {"chunk", o.chunk},
+                        {"gemm_gflop_s", limits.gemm_gflops},
+                        {"read_gb_s", limits.read_gbs}};
+  std::vector<Json> rows;
+  Progress progress("bench");
+  double done = 0;
+  const double total = static_cast<double>(all.size() * Ns.size()) * static_cast<double>(o.runs);
+  for (Subject& subject : all) {
+    if (!subject.model)
+      subject.model = random_model(subject.config, dtype_of(o.dtype), static_cast<std::uint64_t>(o.seed));
+    const Config& c = subject.model->config;
+    for (const Index N : Ns) {
+      const Index B = o.batch;
+      const auto engine = make_engine(*subject.model, o, std::max(std::min(o.chunk, N), B), N + o.steps + 1, B);
+      std::vector<float> logits(static_cast<std::size_t>(B * c.vocab_size));
+      std::vector<double> prefill_s, decode_s;
+      Counters prefilled, decoded;
+      Index kv = 0;
+      for (Index run = 0; run < o.runs && !interrupted; ++run) {
+        std::vector<int> sequences;
+        const Counters start_count = engine->counters;
+        auto start = Clock::now();
+        for (Index b = 0; b < B; ++b) {
+          const std::vector<int> tokens = random_tokens(c, N, static_cast<std::uint64_t>(b));
+          sequences.push_back(engine->open());
+          for (Index i = 0; i < N && !interrupted; i += o.chunk) {
+            const Index n = std::min(o.chunk, N - i);
+            const Segment part{sequences[b], std::span(tokens).subspan(i, n), i + n == N ? Logits::last : Logits::none};
+            engine->forward({&part, 1}, logits.data());
+            progress(done + static_cast<double>(b * N + i + n) / static_cast<double>(B * N), total);
+          }
+        }
+        if (interrupted) break;
+        prefill_s.push_back(seconds_since(start));
+        prefilled = engine->counters - start_count;
+        kv = engine->cache_bytes();
+        decode(*engine, sequences, random_tokens(c, B, 1), logits.data());  // warm
+        const Counters step_count = engine->counters;
+        start = Clock::now();
+        for (Index k = 0; k < o.steps; ++k) decode(*engine, sequences, random_tokens(c, B, 1), logits.data());
+        decode_s.push_back(seconds_since(start));
+        decoded = engine->counters - step_count;
+        for (const int sequence : sequences) engine->close(sequence);
+        ++done;
+      }
+      const auto add = [&](const char* phase, const std::vector<double>& seconds, Index tokens, const Counters& count) {
+        if (seconds.empty()) return;
+        const double t = median(seconds), gflops = 1e-9 * static_cast<double>(count.flops) / t,
+                     gbs = 1e-9 * static_cast<double>(count.bytes) / t;
+        const double spread =
+            (*std::max_element(seconds.begin(), seconds.end()) - *std::min_element(seconds.begin(), seconds.end())) / t;
+        rows.push_back({{"arch", c.arch},
+                        {"N", N},
+                        {"batch", B},
+                        {"phase", phase},
+                        {"tok_s", static_cast<double>(tokens) / t},
+                        {"spread", spread},
+                        {"gflop_s", gflops},
+                        {"gb_s", gbs},
+                        {"attainment", std::max(gflops / limits.gemm_gflops, gbs / limits.read_gbs)},
+                        {"of_gemm", gflops / limits.gemm_gflops},
+                        {"of_read", gbs / limits.read_gbs},
+                        {"kv_bytes", kv}});
+      };
+      add("prefill", prefill_s, B * N, prefilled);
+      add("decode", decode_s, B * o.steps, decoded);
+      if (interrupted) break;
+    }
+    if (o.model.empty()) subject.model.reset();
+    if (interrupted) break;
+  }
+  if (!o.json) put("# " + machine.dump() + "\n");
+  if (!rows.empty() || o.json) put_rows(rows, o, {{"machine", machine}});
+  if (interrupted) throw Interrupted{};
+  return 0;
+}
+
+/// `yocou init`
+int init(const Options& o) {
+  write_random_checkpoint(make_config(o.shape, o.arch.empty() ? "yoco-u" : o.arch, o.shape_options), dtype_of(o.dtype),
+                          static_cast<std::uint64_t>(o.seed), o.out);
+  return 0;
+}
+
+/// `yocou show`
+int show(const Options& o) {
+  const Model m = load_model(o.model);
+  std::vector<Json> tensors;
+  Index total = 0;
+  for (const StoredTensor& t : m.tensors) {
+    Json row = {{"name", t.name},
+                {"dtype", dtype_names[static_cast<int>(t.dtype)]},
+                {"shape", t.shape},
+                {"bytes", t.end - t.begin}};
+    if (!o.json) row["shape"] = shape_text(t.shape);
+    tensors.push_back(std::move(row));
+    total += t.end - t.begin;
+  }
+  if (o.json) return put_json(Json{{"config", config_json(m.config)}, {"tensors", tensors}}), 0;
+  put(config_json(m.config).dump(2) + "\n\n");
+  put_rows(tensors, o);
+  const Params p = count_params(m.config);
+  put("\n" + std::to_string(tensors.size()) + " tensors, " + std::to_string(total) + " bytes; parameters " +
+      to_string(p.params) + " (active " + to_string(p.active) + "), embedding " + to_string(p.embed) + ", head " +
+      to_string(p.head) + "\n");
+  return 0;
+}
+
+/// Declares the command line: an option's name, help, default and check live here and nowhere else.
+void declare(CLI::App& app, Options& o, std::function<int()>& chosen) {
+  const CLI::Validator at_least_0(
+      [](std::string& s) { return CLI::Range(Index{0}, std::numeric_limits<Index>::max())(s); }, "");
+  const auto number = [](double low, double high, bool open) {
+    return CLI::Validator(
+        [=](std::string& s) {
+          char* end = nullptr;
+          const double v = std::strtod(s.c_str(), &end);
+          const bool good = end && !*end && !s.empty() && std::isfinite(v) && (open ? v > low : v >= low) && v <= high;
+          return good ? std::string() : "'" + s + "' is not a number in range";
+        },
+        "");
+  };
+  const auto command = [&](const char* name, const char* help, const char* example, int (*run)(const Options&)) {
+    CLI::App* c = app.add_subcommand(name, help);
+    c->footer(std::string("Example: ") + example);
+    c->callback([&o, &chosen, run] { chosen = [&o, run] { return run(o); }; });
+    return c;
+  };
+  const auto model = [&](CLI::App* c, bool required) {
+    c->add_option("MODEL", o.model, "a checkpoint (.safetensors)")->required(required);
+  };
+  const auto shape = [&](CLI::App* c, const char* shape_default, const char* arch_help) {
+    c->add_option("--shape", o.shape, std::string("1.3b, 10b-moe, small or tiny") + shape_default)
+        ->check(CLI::IsMember({"1.3b", "10b-moe", "small", "tiny"}));
+    c->add_option("--arch", o.arch, arch_help);
+    c->add_option("--layers", o.shape_options.layers, "L, in place of the shape's")->check(CLI::Range(1, 4096));
+    c->add_option("--window", o.shape_options.window, "W, in place of the shape's")->check(CLI::Range(Index{1}, most));
+  };
+  const auto loops = [&](CLI::App* c) {
+    c->add_option("--loops", o.shape_options.loops, "T of the looped stage")->check(CLI::Range(1, 4096));
+  };
+  const auto loops_list = [&](CLI::App* c) {
+    c->add_option("--loops", o.loops_list, "T of the looped stage, one or several: 1,2,3");
+  };
+  const auto running = [&](CLI::App* c) {
+    c->add_option("--device", o.device, "cpu or cuda")->capture_default_str()->check(CLI::IsMember({"cpu", "cuda"}));
+    c->add_option("--chunk", o.chunk, "tokens a prefill pass")
+        ->capture_default_str()
+        ->check(CLI::Range(Index{1}, most));
+    c->add_option("--threads", o.threads, "0: as many as the machine has")
+        ->capture_default_str()
+        ->check(CLI::Range(0, 1024));
+    c->add_option("--kv-dtype", o.kv_dtype, "type of cached numbers, f32 or bf16 (default f32, cuda bf16)")
+        ->check(CLI::IsMember({"f32", "bf16"}));
+  };
+  const auto json = [&](CLI::App* c) { return c->add_flag("--json", o.json, "JSON on stdout"); };
+  const auto rows = [&](CLI::App* c) { c->add_flag("--csv", o.csv, "CSV on stdout")->excludes(json(c)); };
+  const auto random = [&](CLI::App* c) {
+    c->add_option("--seed", o.seed, "of the random weights")->capture_default_str()->check(at_least_0);
+    c->add_option("--dtype", o.dtype, "of the random weights: f32, bf16 or f16")
+        ->capture_default_str()
+        ->check(CLI::IsMember({"f32", "bf16", "f16"}));
+  };
+  const auto sizes = [&](CLI::App* c, const char* Ns) {
+    c->add_option("-N", o.N_list, std::string("tokens, one or several (default ") + Ns + ")");
+    c->add_option("--batch", o.batch, "sequences")->capture_default_str()->check(CLI::Range(Index{1}, batch_limit));
+  };
+
+  auto* c = command("generate", "Continue a text, streaming it",
+                    "yocou generate data/austen.safetensors -p \"It was\" -n 200 --temperature 0.8", generate);
+  model(c, true), loops(c), running(c), json(c);
+  auto* prompt = c->add_option("-p,--prompt", o.prompt, "text to continue");
+  auto* prompt_file = c->add_option("--prompt-file", o.prompt_file, "file with the text to continue, any bytes");
+  prompt->excludes(prompt_file);
+  c->require_option(1, 0);
+  c->add_option("-n,--tokens", o.n, "tokens to add")->capture_default_str()->check(CLI::Range(Index{0}, most));
+  c->add_option("--temperature", o.temperature, "0: always the likeliest token")
+      ->capture_default_str()
+      ->check(number(0, 1e30, false));
+  c->add_option("--top-k", o.top_k, "draw from the k likeliest; 0: all")->capture_default_str()->check(at_least_0);
+  c->add_option("--top-p", o.top_p, "draw from the smallest set of this probability")
+      ->capture_default_str()
+      ->check(number(0, 1, true));
+  c->add_option("--seed", o.seed, "of the sampler")->capture_default_str()->check(at_least_0);
+
+  c = command("score", "Bits per byte and perplexity of a text",
+              "yocou score data/austen.safetensors data/austen-heldout.txt --loops 1,2,3", score);
+  model(c, true), loops_list(c), running(c), rows(c);
+  c->add_option("FILE", o.file, "text, any bytes")->required();
+  c->add_flag("--by-position", o.by_position, "also by position, in doubling ranges");
+
+  c = command("eval", "Exact-match accuracy of greedy completions",
+              "yocou eval data/cups.safetensors data/cups.jsonl --by moves --loops 1,3", eval);
+  model(c, true), loops_list(c), running(c), rows(c);
+  c->add_option("TASKS", o.file, "JSON lines {\"prompt\",\"answer\", ...}")->required();
+  c->add_option("--by", o.by, "field to group by");
+
+  c = command("logits", "Logits of given tokens, every position",
+              "yocou logits data/austen.safetensors --tokens 72,101,108 --json", logits);
+  model(c, true), loops(c), running(c), json(c);
+  c->add_option("--tokens", o.tokens, "token ids: 1,2,3");
+  c->add_option("--tokens-file", o.tokens_file, "file of token ids, separated by commas or white space");
+  c->add_option("--prefill", o.prefill, "run so many tokens as prefill, the rest one by one (default all)")
+      ->check(CLI::Range(Index{1}, most));
+  c->add_flag("--last", o.last, "the last position only, prefilled with the early stop");
+
+  c = command("trace", "What each layer application does to the state",
+              "yocou trace data/austen.safetensors -p \"It was a dark night\"", trace);
+  model(c, true), loops(c), running(c), rows(c);
+  c->add_option("-p,--prompt", o.prompt, "text")->required();
+
+  c = command("cost", "Parameters, cache bytes and FLOPs by formula",
+              "yocou cost --shape 1.3b --arch yoco-u,transformer -N 16384,262144", cost);
+  model(c, false), shape(c, " (default 1.3b)",
+                         "one or several, default all: yoco-u,yoco,transformer,ut,rins,upper-loop,upper-loop-unshared");
+  loops(c), sizes(c, "16384,65536,262144"), rows(c);
+  c->add_option("--kv-bytes", o.kv_bytes, "bytes of a cached number")->capture_default_str()->check(CLI::Range(1, 8));
+  c->add_option("--memory", o.memory, "a budget like 80GB: the largest N and batch that fit beside 2-byte weights");
+
+  c = command("verify", "Allocate and run, and compare with the formulas",
+              "yocou verify --shape tiny -N 1,64,257 --batch 2", verify);
+  model(c, false), shape(c, " (default tiny)", "one or several, default all"), loops(c), running(c),
+      sizes(c, "1,63,64,65,255,256,257,300"), random(c), rows(c);
+  c->add_option("--steps", o.steps, "decode steps after the prefill")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 1000000));
+  c->add_flag("--allocate-only", o.allocate_only, "allocate the caches of N tokens, run nothing");
+
+  c = command("bench", "Prefill and decode speed beside the machine's measured limits",
+              "yocou bench --shape small --arch yoco-u,transformer -N 1024,4096", bench);
+  model(c, false), shape(c, " (default small)", "one or several, default yoco-u"), loops(c), running(c),
+      sizes(c, "1024,4096,16384"), random(c), rows(c);
+  c->add_option("--steps", o.steps, "decode steps a run")->capture_default_str()->check(CLI::Range(1, 1000000));
+  c->add_option("--runs", o.runs, "runs, of which the median counts")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 1000));
+
+  c = command("init", "Write a checkpoint of random weights",
+              "yocou init --shape tiny --arch yoco-u -o tiny.safetensors", init);
+  shape(c, "", "default yoco-u"), loops(c), random(c);
+  c->get_option("--shape")->required();
+  c->add_option("-o,--output", o.out, "file to write")->required();
+
+  c = command("show", "Config, tensors, shapes, dtypes, sizes", "yocou show data/austen.safetensors", show);
+  model(c, true), json(c);
+}
+
+/// The program: 0 done, 1 bad input or failed check, 2 usage, 130 interrupted. One line on stderr when it is not 0.
+int run(std::vector<std::string> arguments) {
+  const auto complain = [](std::string line, int status) {
+    for (char& ch : line)
+      if (static_cast<unsigned char>(ch) < 32 || ch == 127) ch = '?';
+    std::fprintf(stderr, "yocou: %s\n", line.c_str());
+    return status;
+  };
+  Eigen::setNbThreads(0);
+  CLI::App app("Universal YOCO: the full forward pass, its caches and its costs", "yocou");
+  Options options;
+  std::function<int()> chosen;
+  try {
+    app.require_subcommand(1);
+    app.set_version_flag("--version", std::string("yocou ") + version + " (" + build_name() + ")");
+    declare(app, options, chosen);
+    for (std::size_t i = 0; i < arguments.size(); ++i)  // CLI11 takes "--prompt=" for a missing value
+      if (arguments[i] == "--prompt=")
+        arguments[i] = "--prompt", arguments.insert(arguments.begin() + static_cast<Index>(i) + 1, "");
+    std::reverse(arguments.begin(), arguments.end());
+    app.parse(arguments);
+    return chosen();
+  } catch (const CLI::ParseError& e) {
+    if (e.get_exit_code() == 0) return app.exit(e);
+    return complain(e.what(), 2);
+  } catch (const Usage& e) {
+    return complain(e.what(), 2);
+  } catch (const Interrupted&) {
+    return 130;
+  } catch (const std::bad_alloc&) {
+    return complain("out of memory", 1);
+  } catch (const std::exception& e) {
+    return complain(e.what(), 1);
+  }
+}
+
+}  // namespace yocou
+
+#ifndef YOCOU_NO_MAIN
+/// Runs before anything that was compiled for x86-64-v3.
+__attribute__((constructor(101), target("arch=x86-64"))) static void check_processor() {
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2")) return;
+  static const char line[] = "yocou: this processor lacks AVX2, FMA or BMI2; yocou needs x86-64-v3\n";
+  [[maybe_unused]] const auto written = write(STDERR_FILENO, line, sizeof line - 1);
+  _exit(1);
+}
+
+int main(int argc, char** argv) {
+  struct sigaction action {};
+  action.sa_handler = [](int) { yocou::interrupted = 1; };
+  action.sa_flags = static_cast<int>(SA_RESETHAND);  // a second Ctrl-C ends the program at once
+  sigaction(SIGINT, &action, nullptr);
+  action.sa_handler = [](int) {  // a mapped file was cut short under us
+    static const char line[] = "yocou: a file that is being read was truncated\n";
+    [[maybe_unused]] const auto written = write(STDERR_FILENO, line, sizeof line - 1);
+    _exit(1);
+  };
+  sigaction(SIGBUS, &action, nullptr);
+  return yocou::run({argv + 1, argv + argc});
+}
+#endif
