@@ -312,12 +312,23 @@ class Austen:
             total += F.cross_entropy(y.flatten(0, 1), b[:, 1:].flatten(), reduction="sum").item()
         return total / (count * n) / math.log(2)
 
+    def by_position(self, P, c, n=4096, count=16):
+        """The same over 16 stretches of 4,096, by position: {first position of a bucket: bits per byte}."""
+        at = np.linspace(0, len(self.held) - n - 1, count).astype(int)
+        nll = torch.zeros(n)
+        for a in at:
+            x = torch.from_numpy(self.held[a: a + n + 1].astype(np.int64))
+            nll += F.cross_entropy(forward(P, c, x[None, :-1])[0], x[1:], reduction="none") / (count * math.log(2))
+        cut = [0, 16, 64, 128, 256, 512, 1024, 2048, n]
+        return {str(a): round(nll[a:b].mean().item(), 4) for a, b in zip(cut, cut[1:])}
+
     def measure(self, P, c, r):
         return self.bits(P, c, 256, 64)
 
     def report(self, P, c, r):
         loops = [1, 2, 3, 4, 5, 6] if looped(c) is not None else [None]
         out = {"bpb_256": {str(T or 1): round(self.bits(P, c, 256, 512, T), 4) for T in loops}}
+        out["bpb_4096_by_position"] = self.by_position(P, c)
         out["bpb_1024"] = {str(T or 1): round(self.bits(P, c, 1024, 64, T), 4) for T in loops}
         return out
 
@@ -384,12 +395,13 @@ def config(task, arch, T, L=4):
             "tied_embeddings": False, "tokenizer": "bytes", "stages": stages(arch, L, T, W)}
 
 
+longer = {"lengths": [256, 256, 512, 1024, 2048, 4096]}    # while the rate falls: else bits per byte rise past 1,024
 TASK = {  # what all runs of a task share: optimiser, budget. `decay` is the closing part of the run with a falling rate
     "austen": dict(lr=3e-3, betas=(0.9, 0.95), wd=0.1, schedule="wsd", decay=0.3, balance=0.01, bytes=4096,
-                   lengths=[256, 256, 512, 1024], steps=4000, every=100, save=100, goal=None),
-    "cups": dict(lr=4e-3, betas=(0.9, 0.98), wd=0.05, schedule="cosine", batch=64, moves=32, steps=2000, every=250,
+                   lengths=[256, 256, 512, 1024], late=longer, steps=3300, every=100, save=100, goal=None),
+    "cups": dict(lr=4e-3, betas=(0.9, 0.98), wd=0.05, schedule="cosine", batch=64, moves=32, steps=2000, late={}, every=250,
                  save=500, goal=None),
-    "needle": dict(lr=2e-3, betas=(0.9, 0.98), wd=0.05, schedule="wsd", decay=0.2, batch=32, steps=3000, every=50,
+    "needle": dict(lr=2e-3, betas=(0.9, 0.98), wd=0.05, schedule="wsd", decay=0.2, batch=32, steps=3000, late={}, every=50,
                    save=250, goal=0.999),
 }
 
@@ -400,11 +412,11 @@ def recipes():
     def add(name, task, arch, T=1, L=4, seed=0, **kw):
         R[name] = {"name": name, "task": task, "seed": seed, "config": config(task, arch, T, L), "draw": [T], **TASK[task], **kw}
 
-    mixed = [1, 2, 3, 3, 3, 4]                       # T of a step: 3 half the time
-    add("austen", "austen", "yoco-u", 3, late=mixed, keep=[1500, 2800])    # T = 3, then mixed while the rate falls
-    add("austen-t3", "austen", "yoco-u", 3, branch=("austen", 2800))       # T = 3 to the end
+    mixed = [1, 2, 3, 3, 3, 4]                                             # T of a step: 3 half the time
+    add("austen", "austen", "yoco-u", 3, late={**longer, "draw": mixed}, keep=[1200, 2300])  # T = 3, then mixed
+    add("austen-t3", "austen", "yoco-u", 3, branch=("austen", 2300))       # T = 3 to the end
     add("austen-t1", "austen", "yoco-u", 1)
-    add("austen-t3-short", "austen", "yoco-u", 3, branch=("austen", 1500), steps=2218)  # the training FLOPs of austen-t1
+    add("austen-t3-short", "austen", "yoco-u", 3, branch=("austen", 1200), steps=1830)  # the training FLOPs of austen-t1
     add("austen-mixed", "austen", "yoco-u", 3, draw=mixed)                 # mixed from the first step
     for s in range(3):
         add(f"cups-random-s{s}", "cups", "yoco-u", 3, seed=s, draw=[1, 2, 3, 4, 5], steps=4000)
@@ -478,9 +490,9 @@ def train(r):
     reached = False
     while step < r["steps"] and not reached:
         rng = np.random.default_rng([r["seed"], step])
-        x, y = (torch.from_numpy(a) for a in task.batch(rng, r))
         falling = step >= (1 - r.get("decay", 0)) * r["steps"]
-        draw = r.get("late", r["draw"]) if falling else r["draw"]
+        x, y = (torch.from_numpy(a) for a in task.batch(rng, {**r, **(r["late"] if falling else {})}))
+        draw = r["late"].get("draw", r["draw"]) if falling else r["draw"]
         T = int(np.random.default_rng([r["seed"], step, 1]).choice(draw)) if looped(c) is not None else None
         balance = [] if "moe" in c else None
         logits = forward(model.tensors(), c, x, T, balance)
@@ -517,7 +529,7 @@ def train(r):
             with open(os.path.join(CURVES, name + ".csv"), "w", newline="") as f:
                 csv.writer(f, lineterminator="\n").writerows(
                     [["step", "train_loss", "held_out", "wall_s", "cpu_s"]] + rows)
-    out = {"name": name, "task": r["task"], "arch": c["arch"], "seed": r["seed"], "draw": r["draw"], "late": r.get("late"), "steps": step,
+    out = {"name": name, "task": r["task"], "arch": c["arch"], "seed": r["seed"], "draw": r["draw"], "late": r["late"], "steps": step,
            "step_limit": r["steps"], "wall_s": round(time.time() - start, 1), "cpu_s": round(time.process_time() - cpu, 1),
            "params": count(c), "embed_and_head": sum(math.prod(s) for n, s in shapes(c).items() if n in ("embed", "head")),
            "applications": applications(c), "train_flops": work}
