@@ -187,6 +187,13 @@ __device__ void wgmma_wait() {
   HOPPER_ASM("wgmma.wait_group.sync.aligned %0;" ::"n"(Left) : "memory");
 }
 
+/// Keeps the compiler from moving work on accumulators past this point: past a wgmma_fence it would cost another fence.
+template <int N>
+__device__ void settle_registers(float (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
+}
+
 /// D[64,64] += A[64,16] B[16,64], A from registers, B from shared memory by descriptor: K-major, or MN-major
 /// [wgmma.mma_async]. D must not be touched before wgmma_wait.
 template <bool BMnMajor>
@@ -969,6 +976,7 @@ __global__ void __launch_bounds__(160)
     mbar_wait(full + stage, unsigned(j / tile_stages) & 1);
     const bf16* K = memory + stage * stage_size;
     const bf16* V = K + slabs * tile;
+    settle_registers(S);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < DH / 16; ++k)  // 16 columns are 32 bytes of the swizzled row
@@ -1009,6 +1017,8 @@ __global__ void __launch_bounds__(160)
     for (int k = 0; k < 4; ++k)
 #pragma unroll
       for (int e = 0; e < 4; ++e) pf[k][e] = pack(S[k * 8 + e * 2], S[k * 8 + e * 2 + 1]);
+#pragma unroll
+    for (int i = 0; i < slabs; ++i) settle_registers(o[i]);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k)
@@ -1681,7 +1691,6 @@ void CudaEngine::prepare(std::span<const Segment> pass) {
   for (const Segment& g : pass) {
     const Sequence& s = at(g.sequence);
     if (std::exchange(seen[std::size_t(g.sequence)], 1)) fail("CUDA: sequence ", g.sequence, " is in the pass twice");
-    if (g.tokens.empty()) fail("CUDA: a segment without tokens");
     for (const int t : g.tokens)
       if (t < 0 || t >= c_.vocab_size) fail("token ", t, " is not in 0 .. ", c_.vocab_size - 1);
     n += Index(g.tokens.size());
@@ -1703,7 +1712,7 @@ void CudaEngine::prepare(std::span<const Segment> pass) {
   const auto build = [&](Rows& r, bool only_wanted, float2* turns) {
     const auto rows_of = [&](const Segment& g) {
       const Index all = Index(g.tokens.size());
-      return !only_wanted || g.want == Logits::all ? all : g.want == Logits::last ? Index(1) : Index(0);
+      return !only_wanted || g.want == Logits::all ? all : g.want == Logits::last ? std::min<Index>(all, 1) : Index(0);
     };
     r = {};
     r.turns = turns, r.single = true;
@@ -1733,7 +1742,7 @@ void CudaEngine::prepare(std::span<const Segment> pass) {
   int first = 0;
   for (const Segment& g : pass) {
     const int rows = int(g.tokens.size());
-    for (int i = g.want == Logits::all ? 0 : g.want == Logits::last ? rows - 1 : rows; i < rows; ++i)
+    for (int i = g.want == Logits::all ? 0 : g.want == Logits::last ? std::max(rows - 1, 0) : rows; i < rows; ++i)
       *index++ = first + i;
     first += rows;
   }
@@ -1858,6 +1867,7 @@ void CudaEngine::settle(const Ledger& ledger, std::span<const Segment>) {
 void CudaEngine::forward(std::span<const Segment> pass, float* logits) {
   if (pass.empty()) return;
   prepare(pass);
+  if (!all_.n) return;
   tracing_ = bool(on_layer);
   ledger_ = {};
   const auto body = [&] {  // everything up to the first rows' logits

@@ -213,6 +213,7 @@ struct Machine {
   std::vector<std::unique_ptr<Thread>> threads;
   std::deque<Thread*> ready;
   std::size_t started = 0, live = 0;
+  Thread* victim = nullptr;  ///< in shuffled order: proceeds only when nobody else can, so that others overtake it
   std::function<void()> body;
   std::exception_ptr error;
   unsigned char* shared = nullptr;
@@ -274,6 +275,7 @@ struct Machine {
         if (choices) {
           std::size_t i = rng() % choices;
           if (i < ready.size()) {
+            if (ready[i] == victim && choices > 1) continue;
             std::swap(ready[i], ready.back());
             Thread* t = ready.back();
             ready.pop_back();
@@ -371,6 +373,8 @@ void meet(Meet& m, const char* kind, unsigned parameter, unsigned expected, unsi
     m.arrived = 0;
     for (Thread* t : m.waiting) machine.ready.push_back(t);
     m.waiting.clear();
+    // the last to arrive must not always be the first to go on
+    if (machine.current == machine.victim) machine.ready.push_back(machine.current), machine.leave();
   }
   acquired(&m);
 }
@@ -407,6 +411,7 @@ inline void Machine::run_block() {
     threads[i]->index = {unsigned(i % blockDim.x), unsigned(i / blockDim.x % blockDim.y),
                          unsigned(i / blockDim.x / blockDim.y)};
   }
+  victim = options.seed ? threads[rng() % n].get() : nullptr;
   started = 0, live = n, error = nullptr, proxy_fence = false;
   warps.assign(n / 32, {}), warpgroups.assign(n / 128, {}), barriers.fill({});
   // exact size: the byte behind the block's shared memory belongs to nobody
@@ -705,10 +710,11 @@ template <class T>
 T* shared_memory() {
   return reinterpret_cast<T*>(emu::machine.shared);
 }
+template <int N>
+void settle_registers(float (&)[N]) {}
 inline void grid_wait() {}
 inline void grid_launch() {}
 inline float fast_exp2(float x) { return std::exp2(x); }
-inline float fast_rsqrt(float x) { return 1 / std::sqrt(x); }
 inline uint4 load_once(const uint4* p, int line = __builtin_LINE()) {
   if (reinterpret_cast<std::uintptr_t>(p) % 16) emu::fault("load_once at line ", line, " of a misaligned address");
   return *p;

@@ -164,12 +164,20 @@ void scenario(const Config& c, const Rungs& rungs, Dtype kv = Dtype::bf16, Index
   WARN("worst error, of the largest logit: " << s.worst());
 }
 
+/// Everything at once and in order; everything as late as allowed; two shuffled orders.
+emu::Options schedules(int i) {
+  return i == 0   ? emu::Options{}
+         : i == 1 ? emu::Options{/*late=*/true}
+         : i == 2 ? emu::Options{/*late=*/false, /*seed=*/1}
+                  : emu::Options{/*late=*/true, /*seed=*/2};
+}
+
 Rungs general() { return {false, false, false, false, false}; }
 
 }  // namespace
 
 TEST_CASE("cuda engine: every arch, general kernels", "[cuda]") {
-  emu::configure({});
+  emu::configure(schedules(GENERATE(0, 3)));
   const Index D = 72, H = 4, G = 2, dh = 24, F = 100;
   SECTION("yoco-u") { scenario(base(D, H, G, dh, F, {window(2, 2, 5), shared(2)}), general()); }
   SECTION("transformer") { scenario(base(D, H, G, dh, F, {full(2, 1)}), general()); }
@@ -190,7 +198,7 @@ TEST_CASE("cuda engine: every arch, general kernels", "[cuda]") {
 }
 
 TEST_CASE("cuda engine: fast kernels", "[cuda]") {
-  emu::configure({});
+  emu::configure(schedules(GENERATE(0, 1, 2, 3)));
   SECTION("head_dim 64") { scenario(base(72, 2, 1, 64, 100, {window(1, 2, 5), shared(2)}), {}); }
   SECTION("head_dim 128, groups of 3, a window of more than a tile") {
     scenario(base(40, 6, 2, 128, 36, {window(1, 1, 70), shared(1)}), {}, Dtype::bf16, 8);
