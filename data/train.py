@@ -398,7 +398,7 @@ def config(task, arch, T, L=4):
 longer = {"lengths": [256, 256, 512, 1024, 2048, 4096]}    # while the rate falls: else bits per byte rise past 1,024
 TASK = {  # what all runs of a task share: optimiser, budget. `decay` is the closing part of the run with a falling rate
     "austen": dict(lr=3e-3, betas=(0.9, 0.95), wd=0.1, schedule="wsd", decay=0.3, balance=0.01, bytes=4096,
-                   lengths=[256, 256, 512, 1024], late=longer, steps=3300, every=100, save=100, goal=None),
+                   lengths=[256, 256, 512, 1024], late=longer, steps=2600, every=100, save=100, goal=None),
     "cups": dict(lr=4e-3, betas=(0.9, 0.98), wd=0.05, schedule="cosine", batch=64, moves=32, steps=2000, late={}, every=250,
                  save=500, goal=None),
     "needle": dict(lr=2e-3, betas=(0.9, 0.98), wd=0.05, schedule="wsd", decay=0.2, batch=32, steps=3000, late={}, every=50,
@@ -413,10 +413,10 @@ def recipes():
         R[name] = {"name": name, "task": task, "seed": seed, "config": config(task, arch, T, L), "draw": [T], **TASK[task], **kw}
 
     mixed = [1, 2, 3, 3, 3, 4]                                             # T of a step: 3 half the time
-    add("austen", "austen", "yoco-u", 3, late={**longer, "draw": mixed}, keep=[1200, 2300])  # T = 3, then mixed
-    add("austen-t3", "austen", "yoco-u", 3, branch=("austen", 2300))       # T = 3 to the end
+    add("austen", "austen", "yoco-u", 3, late={**longer, "draw": mixed}, keep=[1200, 1800])  # T = 3, then mixed
+    add("austen-t3", "austen", "yoco-u", 3, branch=("austen", 1800))       # T = 3 to the end
     add("austen-t1", "austen", "yoco-u", 1)
-    add("austen-t3-short", "austen", "yoco-u", 3, branch=("austen", 1200), steps=1830)  # the training FLOPs of austen-t1
+    add("austen-t3-short", "austen", "yoco-u", 3, branch=("austen", 1200), steps=1460, decay=0.17)  # the training FLOPs of austen-t1
     add("austen-mixed", "austen", "yoco-u", 3, draw=mixed)                 # mixed from the first step
     for s in range(3):
         add(f"cups-random-s{s}", "cups", "yoco-u", 3, seed=s, draw=[1, 2, 3, 4, 5], steps=4000)
@@ -428,7 +428,7 @@ def recipes():
             add(f"cups-{arch}-8-s{s}", "cups", arch, 1, L=8, seed=s)
         for arch, T in (("yoco", 1), ("yoco-u", 2), ("transformer", 1)):
             add(f"needle-{arch}-s{s}", "needle", arch, T, seed=s)
-        add(f"needle-window-s{s}", "needle", "custom", 2, seed=s)
+        add(f"needle-window-s{s}", "needle", "custom", 2, seed=s, steps=1500)
     return R
 
 
