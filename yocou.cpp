@@ -94,23 +94,34 @@ inline decltype(auto) with_type(Dtype t, F&& f) {
   }
 }
 
-/// e^x within 2 ulp for x <= 88 (larger x count as 88), 0 below -87, NaN for NaN. Branch-free, so that loops over it
-/// vectorise and an element's value does not depend on its place in the loop, as it does with a library's.
-inline float exp_fast(float x) {
-  const float y = x > 88.f ? 88.f : x;
-  const float shifted = std::fma(y, 1.44269504f, 12582912.f);  // adding 1.5 * 2^23 rounds y / ln 2 to an integer n,
-  const float n = shifted - 12582912.f;                        // which then sits in the low bits of `shifted`
-  const float r = std::fma(n, 1.42860677e-6f, std::fma(n, -0.693148613f, y));  // y - n ln 2, |r| <= 0.347
-  float e = 1.f / 5040;
-  for (float c : {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 0.5f, 1.f, 1.f}) e = std::fma(e, r, c);
-  const float power = std::bit_cast<float>((std::bit_cast<std::uint32_t>(shifted) << 23) + 0x3f800000u);  // 2^n
-  return x < -87.f ? 0.f : e * power;
+/// e^x within 2 ulp for x <= 88 (larger x count as 88), 0 below -87, NaN for NaN. Our own, so that an element's value
+/// depends neither on its place in a loop nor on a compiler's or a library's choice.
+inline __m256 exp8(__m256 x) {
+  const auto c = [](float v) { return _mm256_set1_ps(v); };
+  const __m256 y = _mm256_blendv_ps(x, c(88), _mm256_cmp_ps(x, c(88), _CMP_GT_OQ));
+  const __m256 shifted =
+      _mm256_fmadd_ps(y, c(1.44269504f), c(12582912));   // + 1.5 * 2^23 rounds y / ln 2 to an integer n
+  const __m256 n = _mm256_sub_ps(shifted, c(12582912));  // whose low bits `shifted` then ends in
+  const __m256 r = _mm256_fmadd_ps(n, c(1.42860677e-6f), _mm256_fmadd_ps(n, c(-0.693148613f), y));  // y - n ln 2
+  __m256 e = c(1.f / 5040);
+  for (const float k : {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 0.5f, 1.f, 1.f}) e = _mm256_fmadd_ps(e, r, c(k));
+  const __m256i power =
+      _mm256_add_epi32(_mm256_slli_epi32(_mm256_castps_si256(shifted), 23), _mm256_set1_epi32(0x3f800000));
+  return _mm256_andnot_ps(_mm256_cmp_ps(x, c(-87), _CMP_LT_OQ), _mm256_mul_ps(e, _mm256_castsi256_ps(power)));
 }
+inline float exp_fast(float x) { return _mm256_cvtss_f32(exp8(_mm256_set1_ps(x))); }
 
 /// The four sums of four 8-lane accumulators, always in this order of additions.
 inline __m128 reduce4(const __m256 (&a)[4]) {
   const __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps(a[0], a[1]), _mm256_hadd_ps(a[2], a[3]));
   return _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1));
+}
+
+/// The largest of eight numbers.
+inline float max8(__m256 v) {
+  __m128 m = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  m = _mm_max_ps(m, _mm_movehl_ps(m, m));
+  return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
 }
 
 /// a . b over n numbers.
@@ -158,9 +169,16 @@ inline void product_tile(const float* x, Index ldx, const Num* w, Index ldw, Ind
       for (int r = 0; r < R; ++r)
         sum[r][c] = _mm256_fmadd_ps(load_tail(x + r * ldx + k, K - k), load_tail(w + c * ldw + k, K - k), sum[r][c]);
   for (int r = 0; r < R; ++r) {
+    float* to = y + r * ldy;
     alignas(16) float out[4];
-    _mm_store_ps(out, reduce4(sum[r]));
-    for (Index c = 0; c < cols; ++c) y[r * ldy + c] = add ? y[r * ldy + c] + out[c] : out[c];
+    __m128 s = reduce4(sum[r]);
+    if (add) s = _mm_add_ps(s, cols == 4 ? _mm_loadu_ps(to) : _mm256_castps256_ps128(load_tail(to, cols)));
+    if (cols == 4) {
+      _mm_storeu_ps(to, s);
+    } else {
+      _mm_store_ps(out, s);
+      std::copy_n(out, cols, to);
+    }
   }
 }
 
@@ -363,6 +381,7 @@ struct Part {
 // =====================================================================================================================
 // 4. Attention: one definition for window, full and shared, for a chunk and for a single new token
 
+inline constexpr float infinity = std::numeric_limits<float>::infinity();
 inline constexpr Index key_tile = 64;  ///< keys per step of the online softmax, at multiples of 64; part of the result
 
 /// O [R,dh] += P [R,j] V [j,dh] for R rows of P, j in order. `v` rows are `stride` numbers apart.
@@ -429,7 +448,7 @@ std::uint64_t attention_tile(const Config& c, const Part& part, const Keys& keys
     for (Index e = 0; e < R * dh; ++e) t.q[i * R * dh + e] = from[e] * scale;
   }
   std::fill_n(t.o, rows * dh, 0.f);
-  std::fill_n(t.max, rows, -std::numeric_limits<float>::infinity());
+  std::fill_n(t.max, rows, -infinity);
   std::fill_n(t.sum, rows, 0.f);
 
   const Index p = part.p0 + i0, low = std::max<Index>(0, p - keys.reach + 1), high = p + b;  // keys of the whole tile
@@ -455,24 +474,33 @@ std::uint64_t attention_tile(const Config& c, const Part& part, const Keys& keys
                       key_tile, /*add=*/false);
       });
     });
-    for (Index r = 0; r < rows; ++r) {  // S becomes P; keys outside the row's own window become 0
+    for (Index r = 0; r < rows; ++r) {  // S becomes P; keys outside the row's own window become e^-inf = 0
       const Index q = p + r / R;
-      const Index from = std::clamp(q - keys.reach + 1, begin, end) - t0, to = std::max(std::min(end, q + 1) - t0, from);
+      const Index from = std::clamp(q - keys.reach + 1, begin, end) - t0,
+                  to = std::max(std::min(end, q + 1) - t0, from);
       float* s = t.s + r * key_tile;
-      if (from < to) {
-        float m = t.max[r], l = 0;
-        for (Index j = from; j < to; ++j) m = s[j] > m ? s[j] : m;
-#pragma omp simd reduction(+ : l)
-        for (Index j = from; j < to; ++j) l += s[j] = exp_fast(s[j] - m);
-        const float shrink = exp_fast(t.max[r] - m);
-        t.max[r] = m;
-        t.sum[r] = std::fma(t.sum[r], shrink, l);
-        if (shrink != 1.f)
-          for (Index e = 0; e < dh; ++e) t.o[r * dh + e] *= shrink;
-        admitted += static_cast<std::uint64_t>(to - from);
+      std::fill(s, s + from, -infinity);
+      std::fill(s + to, s + key_tile, -infinity);
+      if (from == to) {
+        std::fill(s, s + key_tile, 0.f);
+        continue;
       }
-      std::fill(s + begin - t0, s + from, 0.f);
-      std::fill(s + to, s + end - t0, 0.f);
+      __m256 top = _mm256_set1_ps(t.max[r]);
+      for (int j = 0; j < key_tile; j += 8) top = _mm256_max_ps(load8(s + j), top);
+      const float m = max8(top), shrink = exp_fast(t.max[r] - m);
+      __m256 l[4] = {};
+      for (int j = 0; j < key_tile; j += 8) {
+        const __m256 e = exp8(_mm256_sub_ps(load8(s + j), _mm256_set1_ps(m)));
+        _mm256_storeu_ps(s + j, e);
+        l[j / 8 % 4] = _mm256_add_ps(l[j / 8 % 4], e);
+      }
+      l[0] = _mm256_add_ps(_mm256_add_ps(l[0], l[1]), _mm256_add_ps(l[2], l[3]));
+      l[1] = l[2] = l[3] = _mm256_setzero_ps();
+      t.sum[r] = std::fma(t.sum[r], shrink, _mm_cvtss_f32(reduce4(l)));
+      t.max[r] = m;
+      if (shrink != 1.f)
+        for (Index e = 0; e < dh; ++e) t.o[r * dh + e] *= shrink;
+      admitted += static_cast<std::uint64_t>(to - from);
     }
     each_run([&](const Run& run, Index at) {  // O += P V
       with_type(run.dtype, [&](auto num) {
@@ -556,8 +584,15 @@ void swiglu(float* gate, const float* up, Index n, Index F) {
   each_row(n, 20 * F, [&](Index i) {
     float* g = gate + i * F;
     const float* u = up + i * F;
-#pragma omp simd
-    for (Index f = 0; f < F; ++f) g[f] = g[f] / (1 + exp_fast(-g[f])) * u[f];
+    const auto step = [](__m256 a, __m256 b) {
+      const __m256 one = _mm256_set1_ps(1), e = exp8(_mm256_sub_ps(_mm256_setzero_ps(), a));
+      return _mm256_mul_ps(_mm256_div_ps(a, _mm256_add_ps(one, e)), b);
+    };
+    Index f = 0;
+    for (; f + 8 <= F; f += 8) _mm256_storeu_ps(g + f, step(load8(g + f), load8(u + f)));
+    alignas(32) float rest[8];
+    _mm256_store_ps(rest, step(load_tail(g + f, F - f), load_tail(u + f, F - f)));
+    std::copy_n(rest, F - f, g + f);
   });
 }
 
@@ -2113,10 +2148,10 @@ int generate(const Options& o) {
   }
   if (o.json)
     put_json(Json{{"text", text},
-             {"tokens", tokens},
-             {"seed", o.seed},
-             {"prompt_tokens", N},
-             {"cache_bytes", engine->cache_bytes()}});
+                  {"tokens", tokens},
+                  {"seed", o.seed},
+                  {"prompt_tokens", N},
+                  {"cache_bytes", engine->cache_bytes()}});
   else if (terminal) put(shown.rest() + "\n");
   std::ostringstream line;
   line << std::setprecision(4) << "prompt " << N << " tokens, " << rate(static_cast<double>(N), prompt_seconds)
