@@ -1,7 +1,7 @@
 /// @file
 /// cuda_faults.cpp -- tests of the emulator itself: small kernels with one planted bug each. A check that never fires
 /// proves nothing: every bug must be caught under some schedule, and the same kernel without it under none.
-#include "catch_shim.h"
+#include "catch.h"
 #include "cuda_emulator.h"
 
 namespace {

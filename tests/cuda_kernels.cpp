@@ -1,7 +1,7 @@
 /// @file
 /// cuda_engine.cpp -- the whole CUDA engine, run by the emulator, against the double-precision reference: every kind of
 /// stage, both sets of kernels, prompts in chunks, batches of unequal lengths, decode steps as graphs.
-#include "catch_shim.h"
+#include "catch.h"
 #include "cuda_emulator.h"
 #include "cuda_model.h"
 //
