@@ -8,6 +8,7 @@ model there is one trainer for every task (Jane Austen's novels as bytes, the th
 
     train.py list                     the recipes
     train.py run NAME [NAME ...]      train; started again, it goes on from the last saved state
+    train.py ship                     copy what ships from data/runs/ to data/, in BF16, once its run has finished
     train.py tables                   the results of all finished runs, as Markdown
 
 A recipe's random numbers depend on its seed and the step alone, so a run that was interrupted ends where an
@@ -432,6 +433,23 @@ def recipes():
     return R
 
 
+def shipped():
+    """{file in data/: the run it comes from}"""
+    S = {"austen": "austen", "austen-t1": "austen-t1", "cups-random": "cups-random-s0"}
+    S.update({f"cups-t{T}": f"cups-yoco-u-t{T}-s0" for T in (1, 2, 3, 5)})
+    S.update({f"cups-{a}": f"cups-{a}-s0" for a in ("transformer", "ut", "rins", "upper-loop", "upper-loop-unshared")})
+    S.update({f"needle-{a}": f"needle-{a}-s0" for a in ("yoco-u", "yoco", "window")})
+    return S
+
+
+def ship():
+    for name, run in shipped().items():
+        at = os.path.join(RUNS, run + ".safetensors")
+        if os.path.exists(os.path.join(CURVES, run + ".json")) and os.path.exists(at):
+            shutil.copy(at, os.path.join(HERE, name + ".safetensors"))
+            print(f"{name}.safetensors from {run}")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The trainer
 # ---------------------------------------------------------------------------------------------------------------------
@@ -549,9 +567,9 @@ def tables():
             print(f"| {' | '.join(str(z) for z in row)} |")
         print()
 
-    cost = lambda r: [r["params"] + r["embed_and_head"], f"{r['steps']:,}", f"{r['train_flops'] / 1e15:.2f}",
+    cost = lambda r: [r["params"] + r["embed_and_head"], f"{r['steps']:,}", f"{r['train_flops'] / 1e12:,.1f}",
                       f"{r['wall_s'] / 60:.1f}", f"{r['cpu_s'] / 60:.1f}"]
-    costs = ["parameters", "steps", "PFLOP", "wall min", "cpu min"]
+    costs = ["parameters", "steps", "TFLOP", "wall min", "cpu min"]
     task = lambda t: [r for r in R if r["task"] == t]
     for n in ("256", "1024"):
         table(f"Austen, bits per byte on Northanger Abbey, stretches of {n} bytes", ["run"] + costs + [f"T={T}" for T in range(1, 7)],
@@ -580,6 +598,7 @@ def main():
     ap = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     sub = ap.add_subparsers(dest="do", required=True)
     sub.add_parser("list", help="the recipes")
+    sub.add_parser("ship", help="copy finished checkpoints to data/")
     sub.add_parser("tables", help="results of the finished runs")
     p = sub.add_parser("run", help="train recipes in order; finished ones are skipped")
     p.add_argument("names", nargs="+")
@@ -592,6 +611,8 @@ def main():
     if a.do == "list":
         for r in R.values():
             print(f"{r['name']:32} {r['steps']:6} steps  {count(r['config']):8} parameters  T {r['draw']}")
+    elif a.do == "ship":
+        ship()
     elif a.do == "tables":
         tables()
     elif a.do == "run":
