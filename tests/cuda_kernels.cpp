@@ -82,9 +82,10 @@ class Session {
     for (const auto& s : sequences) tokens += Index(s.size());
     engine_ =
         std::make_unique<CudaEngine>(m.c, m.w, EngineOptions{kv, max_rows, tokens, Index(sequences.size())}, rungs);
-    const Reference reference(m, /*rounded=*/true, kv == Dtype::f32);
+    Reference reference(m, /*rounded=*/true, kv == Dtype::f32);
     for (const auto& s : sequences) {
       expected_.push_back(reference.logits(s));
+      margins_.push_back(reference.margins);
       slots_.push_back(engine_->open());
       for (const Vec& row : expected_.back())
         for (const double v : row) scale_ = std::max(scale_, std::abs(v));
@@ -119,8 +120,11 @@ class Session {
     CHECK(engine_->cache_bytes() == bytes);
     for (const Part& p : parts) {
       const Index w = p.want == Logits::all ? p.rows : p.want == Logits::last;
-      for (Index i = done_[p.sequence] - w; i < done_[p.sequence]; ++i)
-        for (Index v = 0; v < m_.c.vocab_size; ++v, ++row) {
+      for (Index i = done_[p.sequence] - w; i < done_[p.sequence]; ++i) {
+        const bool certain = margins_[p.sequence][std::size_t(i)] > 0.005;
+        certain ? ++compared_ : ++skipped_;
+        if (!certain) row += m_.c.vocab_size;
+        for (Index v = 0; certain && v < m_.c.vocab_size; ++v, ++row) {
           const double error = std::abs(double(*row) - expected_[p.sequence][std::size_t(i)][std::size_t(v)]);
           worst_ = error >= worst_ ? error : worst_;
           if (!(error < limit())) {  // also when it is not a number
@@ -128,6 +132,7 @@ class Session {
             FAIL("logits differ");
           }
         }
+      }
     }
   }
   /// Both sides round the same values to BF16 but sum in different orders, so now and then a rounding falls the other
@@ -135,6 +140,8 @@ class Session {
   /// its own. A wrong mask, head or position moves logits by several percent of the largest.
   double limit() const { return 0.02 * scale_; }
   double worst() const { return worst_ / scale_; }
+  /// Rows after a routing decision that a rounding may turn say nothing; most rows must say something.
+  bool enough() const { return skipped_ <= compared_; }
   Index left(std::size_t s) const { return Index(sequences_[s].size()) - done_[s]; }
 
  private:
@@ -142,11 +149,15 @@ class Session {
   const std::vector<std::vector<int>>& sequences_;
   std::unique_ptr<CudaEngine> engine_;
   std::vector<std::vector<Vec>> expected_;
+  std::vector<std::vector<double>> margins_;
   std::vector<int> slots_;
   std::vector<Index> done_;
   double scale_ = 0, worst_ = 0;
+  Index compared_ = 0, skipped_ = 0;
   Dtype kv_ = Dtype::bf16;
 };
+
+double worst_error = 0;  ///< of all scenarios, as a share of the largest logit
 
 /// Three sequences: prefill in chunks, alone and together, with and without logits, then decode steps for all.
 void scenario(const Config& c, const Rungs& rungs, Dtype kv = Dtype::bf16, Index scale = 1) {
@@ -161,7 +172,8 @@ void scenario(const Config& c, const Rungs& rungs, Dtype kv = Dtype::bf16, Index
   for (int i = 0; i < 3; ++i) s.pass({{1, 1}, {0, 1}, {2, 1}});
   s.pass({{0, 1}});
   s.pass({{1, 1, Logits::all}});
-  WARN("worst error, of the largest logit: " << s.worst());
+  CHECK(s.enough());
+  worst_error = std::max(worst_error, s.worst());
 }
 
 /// Everything at once and in order; everything as late as allowed; two shuffled orders.
@@ -205,4 +217,188 @@ TEST_CASE("cuda engine: fast kernels", "[cuda]") {
   }
   SECTION("full") { scenario(base(40, 2, 2, 64, 36, {full(1, 1)}), {}, Dtype::bf16, 12); }
   SECTION("moe") { scenario(with_moe(base(72, 2, 1, 64, 0, {window(1, 1, 5), shared(1)}), {6, 2, 20, 0, false}), {}); }
+}
+
+TEST_CASE("cuda engine: sizes off every tile", "[cuda]") {
+  emu::configure({});
+  const Index dh = GENERATE(1, 8, 24, 40, 80, 96);
+  Config c = base(41, 3, 1, dh, 35, {window(1, 1, 3), shared(1)});
+  c.vocab_size = 67;
+  for (Stage& s : c.stages) s.rope = dh % 2 == 0 && s.attention == Attention::window;
+  Rungs rungs = general();
+  rungs.skinny = GENERATE(false, true);
+  scenario(c, rungs);
+}
+
+TEST_CASE("cuda engine: windows at the edges of chunks and tiles", "[cuda]") {
+  emu::configure({});
+  const Index W = GENERATE(1, 4, 8, 9, 10, 64, 65);
+  CAPTURE(W);
+  scenario(base(24, 2, 1, 64, 20, {window(1, 2, W), shared(1)}), {}, Dtype::bf16, W > 32 ? 8 : 1);
+}
+
+TEST_CASE("cuda engine: windows longer than a split", "[cuda]") {
+  emu::configure(schedules(GENERATE(0, 3)));
+  const Config c = base(24, 2, 1, 64, 20, {window(1, 1, 600), shared(1)});
+  const Model m(c);
+  const std::vector<std::vector<int>> tokens{random_tokens(640, c.vocab_size, 1), random_tokens(40, c.vocab_size, 2)};
+  Session s(m, {}, tokens, Dtype::bf16, 600);
+  s.pass({{0, 510}, {1, 37}});
+  for (int i = 0; i < 3; ++i) s.pass({{0, 1}, {1, 1}});  // 511, 512 and 513 keys
+  s.pass({{0, 120, Logits::none}});
+  for (int i = 0; i < 2; ++i) s.pass({{0, 1}});
+}
+
+TEST_CASE("cuda engine: page edges", "[cuda]") {
+  emu::configure(schedules(GENERATE(0, 3)));
+  const bool fast = GENERATE(true, false);
+  const Index edge = GENERATE(256, 512);
+  const Config c = base(24, 2, 2, 64, 20, {full(1, 1), shared(1)});
+  const Model m(c);
+  const std::vector<std::vector<int>> tokens{random_tokens(edge + 3, c.vocab_size, 1),
+                                             random_tokens(edge + 3, c.vocab_size, 2),
+                                             random_tokens(edge + 3, c.vocab_size, 3)};
+  Session s(m, fast ? Rungs{} : general(), tokens, Dtype::bf16, 3 * edge);
+  s.pass({{0, edge - 1}, {1, edge}, {2, edge + 1}});  // so that the sequences' pages are mixed
+  s.pass({{0, 1}, {1, 1}, {2, 1}});
+  s.pass({{0, 1}, {1, 1}, {2, 1}});
+  s.pass({{0, 2, Logits::all}, {1, 1}});
+}
+
+TEST_CASE("cuda engine: mixtures of experts at their edges", "[cuda]") {
+  emu::configure({});
+  const auto rungs = GENERATE(0, 1) ? Rungs{} : general();
+  const auto run = [&](const Moe& moe, Index scale = 3) {
+    scenario(with_moe(base(40, 2, 1, 64, 0, {window(1, 1, 5), shared(1)}), moe), rungs, Dtype::bf16, scale);
+  };
+  SECTION("every expert") { run({5, 5, 12, 0, true}); }
+  SECTION("one of many: most have no token") { run({33, 1, 12, 9, false}, /*scale=*/1); }
+  SECTION("one expert") { run({1, 1, 12, 9, true}); }
+  SECTION("a router of zeros: the first experts, at 1 / E each") {
+    Config c = with_moe(base(40, 2, 1, 64, 0, {window(1, 1, 5), shared(1)}), {8, 2, 12, 0, false});
+    Model m(c);
+    for (auto& stage : m.w.stages)
+      for (auto& l : stage) {
+        auto& zeros = m.storage.emplace_back(std::size_t(8 * 40));
+        l.router.data = zeros.data();
+      }
+    const std::vector<std::vector<int>> tokens{random_tokens(40, c.vocab_size, 1)};
+    Session s(m, rungs, tokens, Dtype::bf16, 33);
+    for (const Index n : {1, 31, 1, 2}) s.pass({{0, n, Logits::all}});
+  }
+}
+
+TEST_CASE("cuda engine: weights stored as BF16 and F16", "[cuda]") {
+  emu::configure({});
+  const Model m(base(40, 2, 1, 64, 36, {window(1, 1, 5), shared(1)}));
+  const auto tokens = random_tokens(9, m.c.vocab_size, 1);
+  const auto logits = [&](const Weights& w) {
+    CudaEngine engine(m.c, w, {Dtype::bf16, 9, 9, 1}, {});
+    std::vector<float> out(9 * std::size_t(m.c.vocab_size));
+    const Segment part{engine.open(), tokens, Logits::all};
+    engine.forward({&part, 1}, out.data());
+    return out;
+  };
+  std::deque<std::vector<std::uint16_t>> storage;
+  Weights as_bf16 = m.w, as_f16 = m.w;
+  const auto convert = [&](Weights& w, Dtype type) {
+    for_each_tensor(m.c, w, [&](const std::string&, const Shape&, Tensor& t) {
+      const float* from = static_cast<const float*>(t.data);
+      auto& to = storage.emplace_back();
+      for (Index i = 0; i < t.rows * t.cols; ++i)
+        to.push_back(type == Dtype::bf16 ? __bfloat16_as_ushort(__float2bfloat16(from[i]))
+                                         : __half_as_ushort(__float2half(from[i])));
+      t = {to.data(), type, t.rows, t.cols};
+    });
+  };
+  convert(as_bf16, Dtype::bf16), convert(as_f16, Dtype::f16);
+  const auto expected = logits(m.w);
+  CHECK(logits(as_bf16) == expected);
+  CHECK(logits(as_f16) == expected);  // these weights are numbers that F16 has too
+}
+
+TEST_CASE("cuda engine: runs repeat bit by bit, alone and in company", "[cuda]") {
+  emu::configure({});
+  const Config c = with_moe(base(40, 2, 1, 64, 0, {window(1, 2, 20), shared(1)}), {6, 2, 20, 8, true});
+  const Model m(c);
+  const auto a = random_tokens(40, c.vocab_size, 1), b = random_tokens(30, c.vocab_size, 2);
+  const auto last = [&](bool company) {
+    CudaEngine engine(c, m.w, {Dtype::bf16, 64, 80, 2}, {});
+    const int first = engine.open(), second = engine.open();
+    std::vector<float> out(2 * std::size_t(c.vocab_size));
+    for (int i = 0; i < 8; ++i) {
+      std::vector<Segment> pass{{first, std::span(a).subspan(std::size_t(5 * i), 5), Logits::last}};
+      if (company) pass.push_back({second, std::span(b).subspan(std::size_t(i), 1), Logits::last});
+      engine.forward(pass, out.data());
+    }
+    return std::vector(out.begin(), out.begin() + c.vocab_size);
+  };
+  const auto expected = last(false);
+  CHECK(last(false) == expected);
+  CHECK(last(true) == expected);
+}
+
+TEST_CASE("cuda engine: sequences close and others open", "[cuda]") {
+  emu::configure({});
+  const Config c = base(24, 2, 2, 64, 20, {full(1, 1)});
+  const Model m(c);
+  const auto tokens = random_tokens(300, c.vocab_size, 1);
+  CudaEngine engine(c, m.w, {Dtype::bf16, 300, 300, 2}, {});
+  std::vector<float> first(std::size_t(c.vocab_size)), again(first);
+  for (int i = 0; i < 4; ++i) {
+    const int s = engine.open();
+    const Segment part{s, std::span(tokens).subspan(0, 257 + std::size_t(i % 2)), Logits::last};
+    engine.forward({&part, 1}, (i == 1 ? first : again).data());
+    CHECK(engine.cache_bytes() == 2 * 512 * 2 * 64 * 2);
+    engine.close(s);
+    CHECK(engine.cache_bytes() == 0);
+  }
+  CHECK(first == again);
+}
+
+TEST_CASE("cuda engine: what it refuses, in one line", "[cuda]") {
+  emu::configure({});
+  const Config c = base(24, 2, 2, 64, 20, {full(1, 1)});
+  const Model m(c);
+  CudaEngine engine(c, m.w, {Dtype::bf16, 4, 8, 1}, {});
+  const int s = engine.open();
+  CHECK_THROWS_AS(engine.open(), Error);
+  std::vector<float> out(std::size_t(c.vocab_size));
+  const auto run = [&](std::vector<int> tokens, int sequence) {
+    const Segment part{sequence, tokens, Logits::last};
+    engine.forward({&part, 1}, out.data());
+  };
+  CHECK_THROWS_AS(run({1, 2, 3, 4, 5}, s), Error);  // more rows than asked for
+  CHECK_THROWS_AS(run({257}, s), Error);            // not in the vocabulary
+  CHECK_THROWS_AS(run({-1}, s), Error);
+  CHECK_THROWS_AS(run({1}, 1), Error);  // not open
+  CHECK_NOTHROW(run({1, 2, 3, 4}, s));
+  const_cast<float*>(static_cast<const float*>(m.w.embed.data))[5] = std::numeric_limits<float>::infinity();
+  CudaEngine broken(c, m.w, {Dtype::bf16, 4, 8, 1}, {});
+  const int token = 0;
+  const Segment part{broken.open(), {&token, 1}, Logits::last};
+  CHECK_THROWS_AS(broken.forward({&part, 1}, out.data()), Error);  // logits that are no numbers
+  emu::options.major = 7;
+  CHECK_THROWS_AS(make_cuda_engine(c, m.w, {Dtype::bf16, 4, 8, 1}), Error);
+  emu::options.major = 8;
+  CHECK_NOTHROW(make_cuda_engine(c, m.w, {Dtype::bf16, 4, 8, 1}));
+  emu::configure({});
+}
+
+TEST_CASE("cuda engine: a tracer sees every application", "[cuda]") {
+  emu::configure({});
+  const Config c = with_moe(base(40, 2, 1, 64, 0, {window(2, 2, 20), shared(1)}), {6, 2, 20, 8, true});
+  const Model m(c);
+  const auto tokens = random_tokens(7, c.vocab_size, 1);
+  CudaEngine engine(c, m.w, {Dtype::bf16, 7, 7, 1}, {});
+  std::vector<std::array<Index, 3>> seen;
+  engine.on_layer = [&](const Application& a) {
+    seen.push_back({a.stage, a.loop, a.layer});
+    CHECK(a.x.size() == 7 * 40);
+    if (a.stage >= 0) CHECK(std::accumulate(a.expert_load.begin(), a.expert_load.end(), Index(0)) == 7 * 2);
+  };
+  const Segment part{engine.open(), tokens, Logits::all};
+  std::vector<float> out(7 * std::size_t(c.vocab_size));
+  engine.forward({&part, 1}, out.data());
+  CHECK(seen == std::vector<std::array<Index, 3>>{{-1, 0, 0}, {0, 0, 0}, {0, 0, 1}, {0, 1, 0}, {0, 1, 1}, {1, 0, 0}});
 }

@@ -55,9 +55,12 @@ class Reference {
  public:
   Reference(const Model& m, bool rounded, bool f32_cache = false)
       : m_(m), c_(m.c), rounded_(rounded), f32_cache_(f32_cache) {}
-  double multiply_adds = 0;  ///< of all that was computed
+  /// By position, how close a routing decision there or before came to falling the other way: the least difference
+  /// between the last chosen expert's logit and the next one's. A rounding decides where it is tiny.
+  std::vector<double> margins;
 
-  std::vector<Vec> logits(const std::vector<int>& tokens) const {
+  std::vector<Vec> logits(const std::vector<int>& tokens) {
+    margins.assign(tokens.size(), 1e9);
     std::vector<Vec> x;
     for (const int t : tokens) {
       Vec row(std::size_t(c_.dim));
@@ -93,11 +96,12 @@ class Reference {
             rounding(heads);
             add(x[p], times(l.wo, heads, /*round=*/false));
             const Vec f = norm(x[p], l.ffn_norm);
-            c_.moe ? moe(l, f, x[p]) : add(x[p], swiglu(l.dense, f, 0, c_.ffn_dim));
+            c_.moe ? moe(l, f, x[p], margins[p]) : add(x[p], swiglu(l.dense, f, 0, c_.ffn_dim));
           }
         }
       }
     }
+    for (std::size_t p = 1; p < margins.size(); ++p) margins[p] = std::min(margins[p], margins[p - 1]);
     std::vector<Vec> out;
     for (const Vec& row : x) out.push_back(times(m_.w.head, norm(row, m_.w.norm), /*round=*/false));
     return out;
@@ -170,16 +174,18 @@ class Reference {
     rounding(a);
     return times(f.down, a, round, expert * c_.dim, c_.dim);
   }
-  void moe(const yocou::Layer& l, const Vec& f, Vec& x) const {
+  void moe(const yocou::Layer& l, const Vec& f, Vec& x, double& margin) const {
     const auto& m = *c_.moe;
     const Vec r = times(l.router, f, /*round=*/false);
     std::vector<std::size_t> order(r.size());
     for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
     std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return r[a] > r[b]; });
+    const std::size_t A = std::size_t(m.active);
+    if (A < order.size() && r[order[0]] != r[order[A]]) margin = std::min(margin, r[order[A - 1]] - r[order[A]]);
     double all = 0, chosen = 0;
     for (const double v : r) all += std::exp(v - r[order[0]]);
-    for (std::size_t j = 0; j < std::size_t(m.active); ++j) chosen += std::exp(r[order[j]] - r[order[0]]) / all;
-    for (std::size_t j = 0; j < std::size_t(m.active); ++j) {
+    for (std::size_t j = 0; j < A; ++j) chosen += std::exp(r[order[j]] - r[order[0]]) / all;
+    for (std::size_t j = 0; j < A; ++j) {
       Vec y = swiglu(l.experts, f, Index(order[j]), m.dim, /*round=*/true);
       const double p = std::exp(r[order[j]] - r[order[0]]) / all / (m.normalize ? chosen : 1);
       for (double& v : y) v *= p;
