@@ -152,8 +152,8 @@ inline constexpr Index small_work = 1 << 22;  ///< FLOP under which a second thr
 
 /// R rows of x against 4 rows of w, both along K: R x 4 sums in registers, 4R FMA for R + 4 loads. y [R,cols], cols <= 4.
 template <int R, class Num>
-inline void product_tile(const float* x, Index ldx, const Num* w, Index ldw, Index K, float* y, Index ldy, Index cols,
-                         bool add) {
+inline void product_tile(
+    const float* x, Index ldx, const Num* w, Index ldw, Index K, float* y, Index ldy, Index cols, bool add) {
   __m256 sum[R][4] = {};
   Index k = 0;
   for (; k + 8 <= K; k += 8) {
@@ -186,8 +186,8 @@ inline void product_tile(const float* x, Index ldx, const Num* w, Index ldw, Ind
 /// 7 rows of x on, 4 rows of w are first turned into float32 in L1, where every row of x meets them.
 ///   measured beside Eigen's SGEMM on the same sizes: docs/performance.md
 template <class Num>
-void product_block(const float* x, Index ldx, Index n, const Num* w, Index ldw, Index m, Index K, float* y, Index ldy,
-                   bool add) {
+void product_block(
+    const float* x, Index ldx, Index n, const Num* w, Index ldw, Index m, Index K, float* y, Index ldy, bool add) {
   alignas(64) float wide[4 * depth];
   const Index step = n <= 3 ? 4 : m;  // few rows: stream 4 rows of w to their end; many: keep x's block of K in L2
   for (Index c0 = 0; c0 < m; c0 += step)
@@ -242,7 +242,7 @@ void multiply(std::span<const Product> products, Counters& count) {
       const Index r = i / strips * panel, n = std::min(panel, p.n - r);
       with_type(p.w.dtype, [&](auto num) {
         product_block(p.x + r * K, K, n, static_cast<const decltype(num)*>(p.w.data) + c * K, K, m, K,
-                      p.y + r * p.w.rows + c, p.w.rows, p.add);
+            p.y + r * p.w.rows + c, p.w.rows, p.add);
       });
       flops += static_cast<std::uint64_t>(2 * n * m * K);
     }
@@ -437,7 +437,7 @@ inline Index query_tile(Index R, Index reach) {
 /// Online softmax: per row the running maximum m, the sum l of e^(s-m) and O; a step of 64 keys rescales l and O by
 /// e^(m_old - m_new). Returns the FLOP of the keys admitted.
 std::uint64_t attention_tile(const Config& c, const Part& part, const Keys& keys, Index g, Index i0, Index b,
-                             const float* Q, float* O, AttentionScratch& t) {
+    const float* Q, float* O, AttentionScratch& t) {
   const Index R = c.group(), dh = c.head_dim, rows = b * R, H = c.heads;
   const float scale = static_cast<float>(1 / std::sqrt(static_cast<double>(dh)));
   const Cache& cache = part.sequence->caches[keys.cache];
@@ -471,7 +471,7 @@ std::uint64_t attention_tile(const Config& c, const Part& part, const Keys& keys
     each_run([&](const Run& run, Index at) {  // S [rows,64] = Q K^T
       with_type(run.dtype, [&](auto num) {
         product_block(t.q, dh, rows, static_cast<const decltype(num)*>(run.k), run.stride, run.count, dh, t.s + at,
-                      key_tile, /*add=*/false);
+            key_tile, /*add=*/false);
       });
     });
     for (Index r = 0; r < rows; ++r) {  // S becomes P; keys outside the row's own window become e^-inf = 0
@@ -887,8 +887,8 @@ class CpuEngine final : public Engine {
       const Index skip = part.want == Logits::last ? part.n - 1 : 0, half = c_.head_dim / 2;
       const auto move = [&](Slab& m, Index width) {
         float* to = m.floats() + kept * width;
-        std::memmove(to, m.floats() + (part.first + skip) * width,
-                     static_cast<std::size_t>((part.n - skip) * width * 4));
+        std::memmove(
+            to, m.floats() + (part.first + skip) * width, static_cast<std::size_t>((part.n - skip) * width * 4));
       };
       move(x_, c_.dim), move(cos_, half), move(sin_, half);
       parts_[parts++] = {part.sequence, kept, part.n - skip, part.p0 + skip, part.want};
@@ -905,10 +905,10 @@ class CpuEngine final : public Engine {
     multiply({{a_.floats(), rows_, w_.head, logits}});
     for (Index i = 0; i < rows_ * c_.vocab_size; ++i)
       if (!std::isfinite(logits[i])) {
-        const Part& part = *std::find_if(parts_.begin(), parts_.end(),
-                                         [row = i / c_.vocab_size](const Part& p) { return row < p.first + p.n; });
+        const Part& part = *std::find_if(
+            parts_.begin(), parts_.end(), [row = i / c_.vocab_size](const Part& p) { return row < p.first + p.n; });
         fail("logit of token ", i % c_.vocab_size, " at position ", part.p0 + i / c_.vocab_size - part.first, " is ",
-             logits[i], ", not a finite number: the weights hold NaN, infinity or too large values");
+            logits[i], ", not a finite number: the weights hold NaN, infinity or too large values");
       }
   }
 
@@ -918,8 +918,8 @@ class CpuEngine final : public Engine {
   }
   void append(Index cache) {
     for (const Part& p : parts_)
-      p.sequence->caches[cache].append(k_.floats() + p.first * c_.kv_dim(), v_.floats() + p.first * c_.kv_dim(), p.n,
-                                       p.p0);
+      p.sequence->caches[cache].append(
+          k_.floats() + p.first * c_.kv_dim(), v_.floats() + p.first * c_.kv_dim(), p.n, p.p0);
   }
   /// Rounds rows [n,G dh] to the type of the caches.
   void round_like_cache(float* rows) const {
@@ -933,11 +933,8 @@ class CpuEngine final : public Engine {
   void show(Index stage, Index loop, Index layer) {
     if (!on_layer) return;
     const bool routed = c_.moe && stage >= 0;
-    on_layer({stage,
-              loop,
-              layer,
-              {x_.floats(), static_cast<std::size_t>(rows_ * c_.dim)},
-              routed ? std::span<const Index>(load_) : std::span<const Index>()});
+    on_layer({stage, loop, layer, {x_.floats(), static_cast<std::size_t>(rows_ * c_.dim)},
+        routed ? std::span<const Index>(load_) : std::span<const Index>()});
   }
 
   struct Tile {
@@ -969,19 +966,31 @@ class CpuEngine final : public Engine {
 // =====================================================================================================================
 // 7. Prefill, decode, sampling
 
+/// Set by SIGINT; every pass and every long loop looks at it.
+volatile sig_atomic_t interrupted = 0;
+struct Interrupted {};
+void stop_if_interrupted() {
+  if (interrupted) throw Interrupted{};
+}
+
 // [prefill]
 /// Runs a prompt in chunks; the last row's logits [V]. Chunks but the last want no logits: they stop below the
-/// cross-decoder, and memory for activations is one chunk's, whatever N.
-void prefill(Engine& engine, int sequence, std::span<const int> tokens, Index chunk, float* logits) {
-  for (Index i = 0; i < std::ssize(tokens); i += chunk) {
-    const Index n = std::min(chunk, std::ssize(tokens) - i);
-    const Segment part{sequence, tokens.subspan(i, n), i + n == std::ssize(tokens) ? Logits::last : Logits::none};
+/// cross-decoder, and memory for activations is one chunk's, whatever N. Calls after(tokens done) behind each chunk.
+void prefill(Engine& engine, int sequence, std::span<const int> tokens, Index chunk, float* logits,
+    const std::function<void(Index)>& after = {}) {
+  const Index N = std::ssize(tokens);
+  for (Index i = 0, n = 0; i < N; i += n) {
+    stop_if_interrupted();
+    n = std::min(chunk, N - i);
+    const Segment part{sequence, tokens.subspan(i, n), i + n == N ? Logits::last : Logits::none};
     engine.forward({&part, 1}, logits);
+    if (after) after(i + n);
   }
 }
 
 /// One decode step: each sequence's next token; logits [sequences,V].
 void decode(Engine& engine, std::span<const int> sequences, std::span<const int> tokens, float* logits) {
+  stop_if_interrupted();
   std::vector<Segment> pass;
   for (std::size_t i = 0; i < sequences.size(); ++i) pass.push_back({sequences[i], tokens.subspan(i, 1), Logits::last});
   engine.forward(pass, logits);
@@ -993,6 +1002,7 @@ template <class Use>
 void forward_all(Engine& engine, const Config& c, int sequence, std::span<const int> tokens, Index chunk, Use&& use) {
   std::vector<float> logits(static_cast<std::size_t>(std::min(chunk, std::ssize(tokens)) * c.vocab_size));
   for (Index i = 0; i < std::ssize(tokens); i += chunk) {
+    stop_if_interrupted();
     const Index n = std::min(chunk, std::ssize(tokens) - i);
     const Segment part{sequence, tokens.subspan(i, n), Logits::all};
     engine.forward({&part, 1}, logits.data());
@@ -1047,54 +1057,41 @@ struct Arch {
   struct Part {
     const char* name;
     Attention attention;
-    bool half;     ///< L/2 layers, otherwise L
-    bool looped;   ///< x T
-    bool refresh;  ///< refresh_kv
+    bool half;             ///< L/2 layers, otherwise L
+    bool looped = false;   ///< x T
+    bool refresh = false;  ///< refresh_kv
   };
   const char* name;
   Index loops;  ///< default T
   std::vector<Part> parts;
   const char *kv_cache, *prefill, *decode;  ///< big-O
+
+  bool takes_loops() const { return parts.front().looped || parts.back().looped; }
+  bool takes_window() const { return parts.front().attention == Attention::window; }
 };
 
+// clang-format off
 const std::vector<Arch>& archs() {
   using enum Attention;
   static const std::vector<Arch> all = {
-      {"yoco-u",
-       3,
-       {{"self", window, true, true, false}, {"cross", shared, true, false, false}},
-       "O((N + W T L) D)",
-       "O(L/2 T N D)",
-       "O(L/2 (N + W T) D)"},
-      {"yoco",
-       1,
-       {{"self", window, true, false, false}, {"cross", shared, true, false, false}},
-       "O((N + W L) D)",
-       "O(L/2 N D)",
-       "O(L/2 (N + W) D)"},
-      {"transformer", 1, {{"layers", full, false, false, false}}, "O(L N D)", "O(L N^2 D)", "O(L N D)"},
-      {"ut", 2, {{"layers", full, false, true, false}}, "O(L T N D)", "O(L T N^2 D)", "O(L T N D)"},
-      {"rins",
-       3,
-       {{"loop", full, true, true, false}, {"final", full, true, false, false}},
-       "O(L/2 (T + 1) N D)",
-       "O(L/2 (T + 1) N^2 D)",
-       "O(L/2 (T + 1) N D)"},
-      {"upper-loop",
-       3,
-       {{"self", window, true, false, false}, {"cross", shared, true, true, false}},
-       "O((N + W L) D)",
-       "O(L/2 N D)",
-       "O(L/2 (T N + W) D)"},
-      {"upper-loop-unshared",
-       3,
-       {{"self", window, true, false, false}, {"cross", shared, true, true, true}},
-       "O((T N + W L) D)",
-       "O(L/2 T N^2 D)",
-       "O(L/2 (T N + W) D)"},
+    {"yoco-u",      3, {{"self", window, true, true}, {"cross", shared, true}},
+                       "O((N + W T L) D)",   "O(L/2 T N D)",         "O(L/2 (N + W T) D)"},
+    {"yoco",        1, {{"self", window, true}, {"cross", shared, true}},
+                       "O((N + W L) D)",     "O(L/2 N D)",           "O(L/2 (N + W) D)"},
+    {"transformer", 1, {{"layers", full, false}},
+                       "O(L N D)",           "O(L N^2 D)",           "O(L N D)"},
+    {"ut",          2, {{"layers", full, false, true}},
+                       "O(L T N D)",         "O(L T N^2 D)",         "O(L T N D)"},
+    {"rins",        3, {{"loop", full, true, true}, {"final", full, true}},
+                       "O(L/2 (T + 1) N D)", "O(L/2 (T + 1) N^2 D)", "O(L/2 (T + 1) N D)"},
+    {"upper-loop",  3, {{"self", window, true}, {"cross", shared, true, true}},
+                       "O((N + W L) D)",     "O(L/2 N D)",           "O(L/2 (T N + W) D)"},
+    {"upper-loop-unshared", 3, {{"self", window, true}, {"cross", shared, true, true, true}},
+                       "O((T N + W L) D)",   "O(L/2 T N^2 D)",       "O(L/2 (T N + W) D)"},
   };
   return all;
 }
+// clang-format on
 
 /// The named architecture, or null.
 const Arch* find_arch(const std::string& name) {
@@ -1102,25 +1099,19 @@ const Arch* find_arch(const std::string& name) {
   return it == archs().end() ? nullptr : &*it;
 }
 
-bool takes_loops(const Arch* arch) {
-  return arch && std::any_of(arch->parts.begin(), arch->parts.end(), [](const Arch::Part& p) { return p.looped; });
+/// The stage that the architecture marks x T, or null.
+Stage* looped_stage(Config& c) {
+  const Arch* arch = find_arch(c.arch);
+  for (std::size_t s = 0; arch && s < arch->parts.size(); ++s)
+    if (arch->parts[s].looped) return &c.stages[s];
+  return nullptr;
 }
-bool takes_window(const Arch& arch) { return arch.parts.front().attention == Attention::window; }
 
-/// Sets T of the stage that the architecture marks x T. Throws Usage when it marks none.
+/// Sets T of the looped stage; 0 keeps it. Throws Usage when there is none.
 void set_loops(Config& c, Index T) {
-  const Arch* arch = find_arch(c.arch);
-  if (!takes_loops(arch)) throw Usage("--loops: arch '" + c.arch + "' has no looped stage");
-  for (std::size_t s = 0; s < arch->parts.size(); ++s)
-    if (arch->parts[s].looped) c.stages[s].loops = T;
-}
-
-/// T of the stage that the architecture marks x T; 1 when it marks none.
-Index looped(const Config& c) {
-  const Arch* arch = find_arch(c.arch);
-  for (std::size_t s = 0; takes_loops(arch) && s < arch->parts.size(); ++s)
-    if (arch->parts[s].looped) return c.stages[s].loops;
-  return 1;
+  Stage* stage = looped_stage(c);
+  if (T && !stage) throw Usage("--loops: arch '" + c.arch + "' has no looped stage");
+  if (T) stage->loops = T;
 }
 
 /// Overrides of a shape; 0: keep.
@@ -1136,15 +1127,14 @@ Config make_config(const std::string& shape, const std::string& arch_name, const
     Index D, L, H, G, dh, F, V, W;
   };
   static const Preset presets[] = {{"1.3b", 2560, 20, 20, 4, 128, 6912, 100352, 512},
-                                   {"10b-moe", 2560, 20, 20, 4, 128, 0, 100352, 512},
-                                   {"small", 512, 8, 4, 1, 128, 1408, 256, 512},
-                                   {"tiny", 128, 4, 2, 1, 64, 352, 256, 64}};
+      {"10b-moe", 2560, 20, 20, 4, 128, 0, 100352, 512}, {"small", 512, 8, 4, 1, 128, 1408, 256, 512},
+      {"tiny", 128, 4, 2, 1, 64, 352, 256, 64}};
   const Arch* arch = find_arch(arch_name);
   const auto* p =
       std::find_if(std::begin(presets), std::end(presets), [&](const Preset& q) { return q.name == shape; });
   if (!arch) throw Usage("--arch: no architecture '" + arch_name + "'");
   if (p == std::end(presets)) throw Usage("--shape: no shape '" + shape + "'");
-  if (o.window && !takes_window(*arch)) throw Usage("--window: arch '" + arch_name + "' has no window stage");
+  if (o.window && !arch->takes_window()) throw Usage("--window: arch '" + arch_name + "' has no window stage");
   const Index L = o.layers ? o.layers : p->L;
   Config c;
   c.arch = arch_name;
@@ -1153,11 +1143,11 @@ Config make_config(const std::string& shape, const std::string& arch_name, const
   for (const Arch::Part& part : arch->parts) {
     if (part.half && L % 2)
       throw Usage("--layers: arch '" + arch_name + "' halves its layers, " + std::to_string(L) + " is odd");
-    const bool window = part.attention == Attention::window;
-    c.stages.push_back({part.name, part.half ? L / 2 : L, part.looped ? arch->loops : 1, part.attention,
-                        window ? (o.window ? o.window : p->W) : 0, part.attention != Attention::shared, part.refresh});
+    const Index window = part.attention == Attention::window ? (o.window ? o.window : p->W) : 0;
+    c.stages.push_back({part.name, part.half ? L / 2 : L, part.looped ? arch->loops : 1, part.attention, window,
+        /*rope=*/part.attention != Attention::shared, part.refresh});
   }
-  if (o.loops) set_loops(c, o.loops);
+  set_loops(c, o.loops);
   return c;
 }
 
@@ -1167,28 +1157,32 @@ Config make_config(const std::string& shape, const std::string& arch_name, const
 /// JSON with 128-bit integers, so that costs print exactly; keys stay in order.
 using Json = nlohmann::basic_json<nlohmann::ordered_map, std::vector, std::string, bool, __int128, unsigned __int128>;
 
-/// A name from a file as it may be shown: quoted, control characters escaped.
-std::string quote(const std::string& s) {
-  return Json(s.size() > 120 ? s.substr(0, 120) + "..." : s).dump(-1, ' ', true, Json::error_handler_t::replace);
+/// JSON text that is valid UTF-8 whatever is in it; with `ascii`, control and other special characters are escaped.
+std::string dump(const Json& j, bool ascii = false) { return j.dump(-1, ' ', ascii, Json::error_handler_t::replace); }
+
+/// A value from a file as it may be shown: quoted, escaped, not too long.
+std::string quote(const Json& v) {
+  const std::string s = dump(v, /*ascii=*/true);
+  return s.size() > 120 ? s.substr(0, 120) + "..." : s;
 }
 
 /// Parses JSON. Throws Error for a syntax error, a duplicate key, and nesting deeper than 32.
 Json parse_json(std::string_view text, const std::string& where) {
   std::vector<std::set<std::string>> keys;
-  const auto check = [&](int depth, Json::parse_event_t event, Json& value) {
-    using Event = Json::parse_event_t;
+  using Event = Json::parse_event_t;
+  const auto check = [&](int depth, Event event, Json& value) {
     if (depth > 32) fail(where, ": JSON nested deeper than 32");
     if (event == Event::object_start) keys.emplace_back();
     if (event == Event::object_end) keys.pop_back();
     if (event == Event::key && !keys.back().insert(value.get<std::string>()).second)
-      fail(where, ": duplicate key ", quote(value.get<std::string>()));
+      fail(where, ": duplicate key ", quote(value));
     return true;
   };
   try {
     return Json::parse(text, check);
   } catch (const Json::exception& e) {
-    const std::string what = e.what();
-    fail(where, ": not valid JSON: ", what.substr(what.find("] ") == std::string::npos ? 0 : what.find("] ") + 2));
+    const std::string_view what = e.what();
+    fail(where, ": not valid JSON: ", what.substr(what.find(']') + 2).substr(0, 160));
   }
 }
 
@@ -1209,43 +1203,33 @@ class Fields {
     return *value;
   }
   Index integer(const std::string& key, Index low, Index high, std::optional<Index> otherwise = {}) {
-    if (otherwise && !find(key)) return *otherwise;
-    const Json& v = need(key);
-    if (!v.is_number_integer() || v.get<__int128>() < low || v.get<__int128>() > high)
-      fail(where_, ": \"", key, "\" must be an integer from ", low, " to ", high, ", found ", shown(v));
-    return v.get<Index>();
+    const auto good = [=](const Json& v) {
+      return v.is_number_integer() && v.get<__int128>() >= low && v.get<__int128>() <= high;
+    };
+    return get(key, "an integer from " + std::to_string(low) + " to " + std::to_string(high), good, otherwise);
   }
-  double number(const std::string& key, double low, double otherwise) {
-    const Json* v = find(key);
-    if (!v) return otherwise;
-    if (!v->is_number() || !std::isfinite(v->get<double>()) || v->get<double>() < low)
-      fail(where_, ": \"", key, "\" must be a finite number of at least ", low, ", found ", shown(*v));
-    return v->get<double>();
+  double number(const std::string& key, double low, double otherwise) {  // held as float32 later
+    const auto good = [=](const Json& v) { return v.is_number() && v.get<double>() >= low && v.get<double>() <= 1e38; };
+    return get<double>(key, low > 0 ? "a number above 0, at most 1e38" : "a number from 0 to 1e38", good, otherwise);
   }
   bool flag(const std::string& key, std::optional<bool> otherwise = {}) {
-    if (otherwise && !find(key)) return *otherwise;
-    const Json& v = need(key);
-    if (!v.is_boolean()) fail(where_, ": \"", key, "\" must be true or false, found ", shown(v));
-    return v.get<bool>();
+    return get(
+        key, "true or false", [](const Json& v) { return v.is_boolean(); }, otherwise);
   }
   std::string text(const std::string& key, std::optional<std::string> otherwise = {}) {
-    if (otherwise && !find(key)) return *otherwise;
-    const Json& v = need(key);
-    if (!v.is_string()) fail(where_, ": \"", key, "\" must be a string, found ", shown(v));
-    return v.get<std::string>();
+    return get(
+        key, "a string", [](const Json& v) { return v.is_string(); }, otherwise);
   }
   /// Index of the key's value in `names`.
-  std::size_t one_of(const std::string& key, const std::vector<std::string>& names,
-                     std::optional<std::string> otherwise = {}) {
-    const std::string value = text(key, std::move(otherwise));
-    const auto it = std::find(names.begin(), names.end(), value);
-    if (it == names.end()) {
-      std::string list;
-      for (const std::string& n : names) list += (list.empty() ? "" : ", ") + n;
-      fail(where_, ": \"", key, "\" must be one of ", list, ", found ", quote(value));
-    }
-    return static_cast<std::size_t>(it - names.begin());
+  std::size_t one_of(
+      const std::string& key, const std::vector<std::string>& names, std::optional<std::string> otherwise = {}) {
+    std::string list;
+    for (const std::string& n : names) list += (list.empty() ? "" : ", ") + n;
+    const auto place = [&](const std::string& v) { return std::find(names.begin(), names.end(), v) - names.begin(); };
+    const auto good = [&](const Json& v) { return v.is_string() && place(v.get<std::string>()) < std::ssize(names); };
+    return static_cast<std::size_t>(place(get(key, "one of " + list, good, std::move(otherwise))));
   }
+  /// Every key must have been asked for.
   void done() const {
     for (const auto& [key, value] : object_.items())
       if (!known_.count(key)) fail(where_, ": unknown key ", quote(key));
@@ -1253,9 +1237,12 @@ class Fields {
   const std::string& where() const { return where_; }
 
  private:
-  static std::string shown(const Json& v) {
-    const std::string s = v.dump(-1, ' ', true, Json::error_handler_t::replace);
-    return s.size() > 80 ? s.substr(0, 80) + "..." : s;
+  template <class T, class Good>
+  T get(const std::string& key, const std::string& expected, Good&& good, const std::optional<T>& otherwise) {
+    if (otherwise && !find(key)) return *otherwise;
+    const Json& v = need(key);
+    if (!good(v)) fail(where_, ": \"", key, "\" must be ", expected, ", found ", quote(v));
+    return v.get<T>();
   }
   const Json& object_;
   std::string where_;
@@ -1263,6 +1250,29 @@ class Fields {
 };
 
 inline constexpr Index most = std::numeric_limits<std::int32_t>::max();  ///< bound of every size in a config
+inline const std::vector<std::string> attention_names{"window", "full", "shared"};
+inline const std::vector<std::string> dtype_names{"F32", "BF16", "F16"};
+
+/// One stage of a config.
+Stage read_stage(const Json& json, const std::string& where) {
+  Fields f(json, where);
+  Stage s;
+  s.name = f.text("name");
+  const auto control = [](unsigned char ch) { return ch < 32 || ch >= 127; };
+  if (s.name.empty() || s.name == "kv" || s.name.find('.') != std::string::npos || std::ranges::any_of(s.name, control))
+    fail(where, ": a stage's name is printable ASCII, not empty, has no dot and is not \"kv\", found ", quote(s.name));
+  s.layers = f.integer("layers", 1, 4096);
+  s.loops = f.integer("loops", 1, 4096, 1);
+  s.attention = static_cast<Attention>(f.one_of("attention", attention_names));
+  const bool shared = s.attention == Attention::shared;
+  if (s.attention == Attention::window) s.window = f.integer("window", 1, most);
+  else if (f.find("window")) fail(where, ": \"window\" belongs on a window stage only");
+  s.rope = f.flag("rope", !shared);
+  if (shared) s.refresh_kv = f.flag("refresh_kv", false);
+  else if (f.find("refresh_kv")) fail(where, ": \"refresh_kv\" belongs on a shared stage only");
+  f.done();
+  return s;
+}
 
 /// The config of a checkpoint. Throws Error naming `where`, the key, what was expected and what was found.
 Config read_config(const Json& json, const std::string& where) {
@@ -1285,7 +1295,7 @@ Config read_config(const Json& json, const std::string& where) {
   if (const Json* moe = f.find("moe")) {
     Fields m(*moe, f.where() + ": moe");
     c.moe = Moe{m.integer("experts", 1, most), m.integer("active", 1, most), m.integer("dim", 1, most),
-                m.integer("shared_dim", 0, most, 0), m.flag("normalize", false)};
+        m.integer("shared_dim", 0, most, 0), m.flag("normalize", false)};
     m.done();
     if (c.moe->active > c.moe->experts) fail(m.where(), ": ", c.moe->active, " active experts of ", c.moe->experts);
     if (f.find("ffn_dim")) fail(f.where(), ": \"ffn_dim\" and \"moe\" exclude each other");
@@ -1297,59 +1307,42 @@ Config read_config(const Json& json, const std::string& where) {
   if (!stages.is_array() || stages.empty()) fail(f.where(), ": \"stages\" must be a list of at least one stage");
   std::set<std::string> names;
   for (const Json& stage : stages) {
-    Fields g(stage, f.where() + ": stage " + std::to_string(c.stages.size()));
-    Stage s;
-    s.name = g.text("name");
-    if (s.name.empty() || s.name == "kv" || s.name.find('.') != std::string::npos)
-      fail(g.where(), ": a stage's name is not empty, has no dot and is not \"kv\", found ", quote(s.name));
-    if (!names.insert(s.name).second) fail(g.where(), ": two stages are named ", quote(s.name));
-    s.layers = g.integer("layers", 1, 4096);
-    s.loops = g.integer("loops", 1, 4096, 1);
-    s.attention = static_cast<Attention>(g.one_of("attention", {"window", "full", "shared"}));
-    const bool shared = s.attention == Attention::shared;
-    if (s.attention == Attention::window) s.window = g.integer("window", 1, most);
-    else if (g.find("window")) fail(g.where(), ": \"window\" belongs on a window stage only");
-    s.rope = g.flag("rope", !shared);
-    if (shared) s.refresh_kv = g.flag("refresh_kv", false);
-    else if (g.find("refresh_kv")) fail(g.where(), ": \"refresh_kv\" belongs on a shared stage only");
-    g.done();
-    if (s.rope && c.head_dim % 2) fail(g.where(), ": head_dim ", c.head_dim, " is odd, RoPE needs pairs");
-    if (c.has_shared()) fail(g.where(), ": follows a shared stage; the one shared stage is the last");
+    const std::string at = f.where() + ": stage " + std::to_string(c.stages.size());
+    const Stage s = read_stage(stage, at);
+    if (!names.insert(s.name).second) fail(at, ": two stages are named ", quote(s.name));
+    if (s.rope && c.head_dim % 2) fail(at, ": head_dim ", c.head_dim, " is odd, RoPE needs pairs");
+    if (c.has_shared()) fail(at, ": follows a shared stage; the one shared stage is the last");
     c.stages.push_back(s);
   }
   f.done();
   if (const Arch* arch = find_arch(c.arch)) {  // a label promises its stages
-    bool same = arch->parts.size() == c.stages.size();
-    for (std::size_t i = 0; same && i < c.stages.size(); ++i) {
-      const Arch::Part& p = arch->parts[i];
-      same = p.attention == c.stages[i].attention && p.refresh == c.stages[i].refresh_kv &&
-             (p.looped || c.stages[i].loops == 1);
-    }
-    if (!same) fail(f.where(), ": \"arch\" says ", c.arch, ", the stages do not; \"custom\" fits any stages");
+    const auto fits = [](const Arch::Part& p, const Stage& s) {
+      return p.attention == s.attention && p.refresh == s.refresh_kv && (p.looped || s.loops == 1);
+    };
+    if (!std::equal(arch->parts.begin(), arch->parts.end(), c.stages.begin(), c.stages.end(), fits))
+      fail(f.where(), ": \"arch\" says ", c.arch, ", the stages do not; \"custom\" fits any stages");
   }
   return c;
 }
 
 /// The config as JSON, every key written out; what read_config() reads.
 Json config_json(const Config& c) {
-  Json j = {{"arch", c.arch},   {"vocab_size", c.vocab_size}, {"dim", c.dim},
-            {"heads", c.heads}, {"kv_heads", c.kv_heads},     {"head_dim", c.head_dim}};
-  if (c.moe)
-    j["moe"] = {{"experts", c.moe->experts},
-                {"active", c.moe->active},
-                {"dim", c.moe->dim},
-                {"shared_dim", c.moe->shared_dim},
-                {"normalize", c.moe->normalize}};
-  else j["ffn_dim"] = c.ffn_dim;
+  Json j;
+  j["arch"] = c.arch, j["vocab_size"] = c.vocab_size, j["dim"] = c.dim;
+  j["heads"] = c.heads, j["kv_heads"] = c.kv_heads, j["head_dim"] = c.head_dim;
+  if (const auto& m = c.moe) {
+    Json& moe = j["moe"];
+    moe["experts"] = m->experts, moe["active"] = m->active, moe["dim"] = m->dim;
+    moe["shared_dim"] = m->shared_dim, moe["normalize"] = m->normalize;
+  } else {
+    j["ffn_dim"] = c.ffn_dim;
+  }
   j["norm_eps"] = c.norm_eps, j["rope_theta"] = c.rope_theta, j["rope_pairing"] = c.rope_half ? "half" : "interleaved";
   j["embed_scale"] = c.embed_scale, j["tied_embeddings"] = c.tied_embeddings, j["tokenizer"] = c.tokenizer;
-  j["stages"] = Json::array();
   for (const Stage& s : c.stages) {
-    const char* const kinds[] = {"window", "full", "shared"};
-    Json g = {{"name", s.name},
-              {"layers", s.layers},
-              {"loops", s.loops},
-              {"attention", kinds[static_cast<int>(s.attention)]}};
+    Json g;
+    g["name"] = s.name, g["layers"] = s.layers, g["loops"] = s.loops;
+    g["attention"] = attention_names[static_cast<std::size_t>(s.attention)];
     if (s.window) g["window"] = s.window;
     g["rope"] = s.rope;
     if (s.attention == Attention::shared) g["refresh_kv"] = s.refresh_kv;
@@ -1363,7 +1356,6 @@ Json config_json(const Config& c) {
 /// rename is safe.
 class MappedFile {
  public:
-  MappedFile() = default;
   explicit MappedFile(const std::string& path) {
     const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (fd < 0) fail(path, ": ", std::strerror(errno));
@@ -1374,24 +1366,14 @@ class MappedFile {
     const int error = errno;
     ::close(fd);
     if (!regular) fail(path, ": not a regular file");
-    if (p_ == MAP_FAILED) {
-      p_ = nullptr;
-      fail(path, ": cannot be mapped: ", std::strerror(error));
-    }
+    if (p_ == MAP_FAILED) fail(path, ": cannot be mapped: ", std::strerror(error));
   }
-  MappedFile(MappedFile&& o) noexcept : p_(std::exchange(o.p_, nullptr)), size_(o.size_) {}
-  MappedFile& operator=(MappedFile&& o) noexcept {
-    std::swap(p_, o.p_), std::swap(size_, o.size_);
-    return *this;
-  }
+  MappedFile(const MappedFile&) = delete;
   ~MappedFile() {
     if (p_) ::munmap(p_, static_cast<std::size_t>(size_));
   }
-  const char* data() const { return static_cast<const char*>(p_); }
   Index size() const { return size_; }
-  std::string_view text() const {
-    return p_ ? std::string_view(data(), static_cast<std::size_t>(size_)) : std::string_view();
-  }
+  std::string_view text() const { return {static_cast<const char*>(p_), static_cast<std::size_t>(size_)}; }
 
  private:
   void* p_ = nullptr;
@@ -1410,22 +1392,21 @@ struct StoredTensor {
 struct Model {
   Config config;
   Weights weights;
-  std::vector<StoredTensor> tensors;  ///< in file order
-  MappedFile file;                    ///< of a checkpoint
+  std::vector<StoredTensor> tensors;  ///< of a checkpoint, in file order
+  std::unique_ptr<MappedFile> file;   ///< of a checkpoint
   std::unique_ptr<Arena> arena;       ///< of random weights
   std::vector<Slab> slabs;
 };
 
 std::string shape_text(const Shape& shape) {
-  std::string s = "[";
-  for (Index d : shape) s += (s.size() > 1 ? "," : "") + std::to_string(d);
+  std::string s;
+  for (const Index d : shape) s += (s.empty() ? "[" : ",") + std::to_string(d);
   return s + "]";
 }
 
-/// rows x cols of a tensor as a stored matrix: the leading dimensions are rows; [D] is one row.
+/// A stored matrix: the leading dimensions are rows; [D] is one row.
 Tensor as_matrix(const void* data, Dtype dtype, const Shape& shape) {
-  Index rows = 1;
-  for (std::size_t i = 0; i + 1 < shape.size(); ++i) rows *= shape[i];
+  const Index rows = std::accumulate(shape.begin(), shape.end() - 1, Index{1}, std::multiplies<>());
   return {data, dtype, rows, shape.back()};
 }
 
@@ -1436,68 +1417,65 @@ Weights empty_weights(const Config& c) {
   return w;
 }
 
-inline const std::vector<std::string> dtype_names{"F32", "BF16", "F16"};
+/// One entry of a header, checked in itself: dtype, shape and offsets agree and lie in `data` bytes.
+StoredTensor read_tensor(
+    const std::string& name, const Json& entry, const std::string& path, Index header, Index data) {
+  Fields f(entry, path + ": tensor " + quote(name));
+  StoredTensor t{name, static_cast<Dtype>(f.one_of("dtype", dtype_names)), {}, 0, 0};
+  const Json &shape = f.need("shape"), &offsets = f.need("data_offsets");
+  f.done();
+  const auto within = [](const Json& v, Index low, Index high) {
+    return v.is_number_integer() && v.get<__int128>() >= low && v.get<__int128>() <= high;
+  };
+  if (!shape.is_array() || shape.empty() || shape.size() > 3) fail(f.where(), ": \"shape\" must list 1 to 3 sizes");
+  Index bytes = size_of(t.dtype);
+  for (const Json& d : shape) {
+    if (!within(d, 1, std::numeric_limits<Index>::max()))
+      fail(f.where(), ": \"shape\" must hold integers of at least 1, found ", quote(d));
+    t.shape.push_back(d.get<Index>());
+    if (__builtin_mul_overflow(bytes, t.shape.back(), &bytes) || bytes > data)
+      fail(f.where(), ": shape ", shape_text(t.shape), " takes more than the file's ", data, " bytes of data");
+  }
+  if (!offsets.is_array() || offsets.size() != 2 || !within(offsets[0], 0, data) || !within(offsets[1], 0, data))
+    fail(f.where(), ": \"data_offsets\" must be two integers from 0 to the file's ", data, ", found ", quote(offsets));
+  t.begin = offsets[0].get<Index>(), t.end = offsets[1].get<Index>();
+  if (t.end - t.begin != bytes)
+    fail(f.where(), ": shape ", shape_text(t.shape), " ", dtype_names[static_cast<std::size_t>(t.dtype)], " takes ",
+        bytes, " bytes, data_offsets [", t.begin, ",", t.end, "] give ", t.end - t.begin);
+  if ((header + t.begin) % size_of(t.dtype))
+    fail(f.where(), ": its data is not aligned to ", size_of(t.dtype), " bytes");
+  return t;
+}
 
-/// Reads the header and checks it against the file: sizes, dtypes, offsets that cover the data without gap or overlap.
-/// Throws Error naming file, tensor, expected and found.
+/// Reads the header and checks it against the file: the tensors cover the data without gap or overlap. Returns them in
+/// file order, and the config as JSON. Throws Error naming file, tensor, expected and found.
 std::vector<StoredTensor> read_header(const MappedFile& file, const std::string& path, Json& config) {
-  if (file.size() < 8) fail(path, ": a safetensors file has at least 8 bytes, found ", file.size());
   std::uint64_t length = 0;
-  std::memcpy(&length, file.data(), 8);
-  if (length > 100'000'000 || static_cast<Index>(length) > file.size() - 8)
-    fail(path, ": the header claims ", length, " bytes, the file has ", file.size() - 8,
-         " behind its first 8 (limit 100000000)");
+  if (file.size() < 8) fail(path, ": a safetensors file has at least 8 bytes, found ", file.size());
+  std::memcpy(&length, file.text().data(), 8);
+  const Index behind = file.size() - 8, limit = 100'000'000;
+  if (length > static_cast<std::uint64_t>(std::min(behind, limit)))
+    fail(path, ": the header claims ", length, " bytes; ", behind, " follow in the file, ", limit, " are the limit");
   const Json header = parse_json(file.text().substr(8, length), path + ": header");
   if (!header.is_object()) fail(path, ": header: expected an object, found ", header.type_name());
-  const Index data = file.size() - 8 - static_cast<Index>(length);
+  const auto meta = header.find("__metadata__");
+  if (meta == header.end() || !meta->is_object() || !meta->contains("yocou") || !meta->at("yocou").is_string())
+    fail(path, ": no __metadata__ with a string \"yocou\", the config; not a yocou checkpoint");
+  config = parse_json(meta->at("yocou").get_ref<const std::string&>(), path + ": config");
+  const Index start = 8 + static_cast<Index>(length), data = file.size() - start;
   std::vector<StoredTensor> tensors;
-  bool found = false;
-  for (const auto& [name, entry] : header.items()) {
-    if (name == "__metadata__") {
-      if (!entry.is_object() || !entry.contains("yocou") || !entry["yocou"].is_string())
-        fail(path, ": __metadata__ must be an object with a string \"yocou\", the config");
-      config = parse_json(entry["yocou"].get_ref<const std::string&>(), path + ": config");
-      found = true;
-      continue;
-    }
-    Fields f(entry, path + ": tensor " + quote(name));
-    StoredTensor t{name, static_cast<Dtype>(f.one_of("dtype", dtype_names)), {}, 0, 0};
-    const Json &shape = f.need("shape"), &offsets = f.need("data_offsets");
-    f.done();
-    unsigned __int128 bytes = static_cast<unsigned __int128>(size_of(t.dtype));
-    if (!shape.is_array() || shape.empty() || shape.size() > 3) fail(f.where(), ": \"shape\" must list 1 to 3 sizes");
-    for (const Json& d : shape) {
-      if (!d.is_number_integer() || d.get<__int128>() < 1 || d.get<__int128>() > std::numeric_limits<Index>::max())
-        fail(f.where(), ": \"shape\" must hold integers of at least 1");
-      t.shape.push_back(d.get<Index>());
-      bytes *= static_cast<unsigned __int128>(t.shape.back());
-      if (bytes > static_cast<unsigned __int128>(data))
-        fail(f.where(), ": shape ", shape_text(t.shape), "... takes more than the file's ", data, " bytes of data");
-    }
-    if (!offsets.is_array() || offsets.size() != 2) fail(f.where(), ": \"data_offsets\" must be [begin,end]");
-    for (const Json& o : offsets)
-      if (!o.is_number_integer() || o.get<__int128>() < 0 || o.get<__int128>() > data)
-        fail(f.where(), ": data_offsets must be integers within the file's ", data, " bytes of data, found ",
-             quote(o.dump()));
-    t.begin = offsets[0].get<Index>(), t.end = offsets[1].get<Index>();
-    if (t.end < t.begin || t.end - t.begin != static_cast<Index>(bytes))
-      fail(f.where(), ": shape ", shape_text(t.shape), " ", dtype_names[static_cast<int>(t.dtype)], " takes ",
-           static_cast<Index>(bytes), " bytes, data_offsets [", t.begin, ",", t.end, "] give ", t.end - t.begin);
-    if ((8 + static_cast<Index>(length) + t.begin) % size_of(t.dtype))
-      fail(f.where(), ": its data is not aligned to ", size_of(t.dtype), " bytes");
-    tensors.push_back(std::move(t));
-  }
-  if (!found) fail(path, ": no __metadata__ with a \"yocou\" config; not a yocou checkpoint");
+  for (const auto& [name, entry] : header.items())
+    if (name != "__metadata__") tensors.push_back(read_tensor(name, entry, path, start, data));
   std::sort(tensors.begin(), tensors.end(), [](const auto& a, const auto& b) { return a.begin < b.begin; });
   Index at = 0;
   for (const StoredTensor& t : tensors) {
     if (t.begin != at)
       fail(path, ": tensor ", quote(t.name), ": data begins at ", t.begin, ", expected ", at,
-           t.begin < at ? " (overlap)" : " (gap)");
+          t.begin < at ? ", overlap" : ", gap");
     at = t.end;
   }
   if (at != data)
-    fail(path, ": the tensors end at ", at, ", the file's data at ", data, ": truncated, or with bytes left over");
+    fail(path, ": the tensors end at ", at, ", the data at ", data, ": truncated, or with bytes left over");
   return tensors;
 }
 
@@ -1505,9 +1483,9 @@ std::vector<StoredTensor> read_header(const MappedFile& file, const std::string&
 /// exactly a model.
 Model load_model(const std::string& path) {
   Model m;
-  m.file = MappedFile(path);
+  m.file = std::make_unique<MappedFile>(path);
   Json config;
-  m.tensors = read_header(m.file, path, config);
+  m.tensors = read_header(*m.file, path, config);
   m.config = read_config(config, path);
   Index layers = 0;
   for (const Stage& s : m.config.stages) layers += s.layers;
@@ -1516,99 +1494,85 @@ Model load_model(const std::string& path) {
   m.weights = empty_weights(m.config);
   std::map<std::string, const StoredTensor*> stored;
   for (const StoredTensor& t : m.tensors) stored[t.name] = &t;
-  const char* data = m.file.data() + m.file.size() - (m.tensors.empty() ? 0 : m.tensors.back().end);
+  const char* data = m.file->text().data() + m.file->size() - (m.tensors.empty() ? 0 : m.tensors.back().end);
   for_each_tensor(m.config, m.weights, [&](const std::string& name, const Shape& shape, Tensor& t) {
     const auto it = stored.find(name);
-    if (it == stored.end())
-      fail(path, ": tensor ", quote(name), ": expected shape ", shape_text(shape), ", not in the file");
-    if (it->second->shape != shape)
-      fail(path, ": tensor ", quote(name), ": expected shape ", shape_text(shape), ", found ",
-           shape_text(it->second->shape));
+    const std::string found = it == stored.end() ? "none in the file" : shape_text(it->second->shape);
+    if (it == stored.end() || it->second->shape != shape)
+      fail(path, ": tensor ", quote(name), ": expected shape ", shape_text(shape), ", found ", found);
     t = as_matrix(data + it->second->begin, it->second->dtype, shape);
     stored.erase(it);
   });
-  if (!stored.empty())
-    fail(path, ": tensor ", quote(stored.begin()->first), ": not in the config",
-         stored.begin()->first == "head" ? " (tied_embeddings is true: the head is embed)" : "");
+  if (!stored.empty()) {
+    const std::string& name = stored.begin()->first;
+    fail(path, ": tensor ", quote(name), " is not in the config",
+        name == "head" ? ": tied_embeddings makes embed the head" : "");
+  }
   if (m.config.tied_embeddings) m.weights.head = m.weights.embed;
   return m;
 }
 
 /// Random numbers first .. first+count-1 of a tensor: gains 1, matrices uniform with variance 1/fan_in. A function of
 /// (seed, tensor, index) alone, so it does not depend on threads or on how the tensor is cut.
-void random_numbers(std::uint64_t seed, std::uint64_t tensor, const Shape& shape, Dtype dtype, Index first, Index count,
-                    void* out) {
-  const float range = shape.size() == 1 ? 0.f : static_cast<float>(std::sqrt(3.0 / static_cast<double>(shape.back())));
+void random_numbers(
+    std::uint64_t seed, std::uint64_t tensor, const Shape& shape, Dtype dtype, Index first, Index count, void* out) {
+  const bool gain = shape.size() == 1;
+  const float range = static_cast<float>(std::sqrt(3.0 / static_cast<double>(shape.back())));
   const std::uint64_t stream = (seed * 0x9e3779b97f4a7c15u) ^ (tensor * 0xd1342543de82ef95u);
   with_type(dtype, [&](auto num) {
-    auto* to = static_cast<decltype(num)*>(out);
-    each_row(count, 64, [&](Index i) {
+    each_row(count, 64, [&, to = static_cast<decltype(num)*>(out)](Index i) {
       std::uint64_t z = stream + static_cast<std::uint64_t>(first + i) * 0x9e3779b97f4a7c15u;  // splitmix64
       z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
       z = (z ^ z >> 27) * 0x94d049bb133111ebu;
-      z ^= z >> 31;
-      const float u = static_cast<float>(z >> 40) * 0x1p-23f - 1.f;  // [-1, 1)
-      store(shape.size() == 1 ? 1.f : u * range, to + i);
+      const float u = static_cast<float>((z ^ z >> 31) >> 40) * 0x1p-23f - 1.f;  // [-1, 1)
+      store(gain ? 1.f : u * range, to + i);
     });
   });
-}
-
-/// A model of random weights in memory, for measuring.
-Model random_model(const Config& c, Dtype dtype, std::uint64_t seed) {
-  Model m;
-  m.config = c;
-  m.weights = empty_weights(c);
-  m.arena = std::make_unique<Arena>();
-  std::uint64_t number = 0;
-  for_each_tensor(c, m.weights, [&](const std::string&, const Shape& shape, Tensor& t) {
-    t = as_matrix(nullptr, dtype, shape);
-    m.slabs.emplace_back(*m.arena, t.bytes(), Use::weights);
-    t.data = m.slabs.back().data();
-    random_numbers(seed, number++, shape, dtype, 0, t.rows * t.cols, m.slabs.back().data());
-  });
-  if (c.tied_embeddings) m.weights.head = m.weights.embed;
-  return m;
 }
 
 /// A file that appears under its name only when it is whole: written beside it, then renamed. Throws Error when the
 /// disk does not take it.
 class OutputFile {
  public:
-  explicit OutputFile(std::string path) : path_(std::move(path)), beside_(path_ + ".part" + std::to_string(getpid())) {
+  explicit OutputFile(const std::string& path) : path_(path), beside_(path + ".part" + std::to_string(getpid())) {
+    struct stat info {};
+    if (::stat(path.c_str(), &info) == 0 && !S_ISREG(info.st_mode)) fail(path, ": exists and is not a regular file");
     out_ = std::fopen(beside_.c_str(), "wbx");
     if (!out_) fail(path_, ": cannot be written: ", std::strerror(errno));
   }
-  void write(const void* data, std::size_t bytes) {
-    if (std::fwrite(data, 1, bytes, out_) != bytes) fail(path_, ": cannot be written: ", std::strerror(errno));
-  }
+  OutputFile(const OutputFile&) = delete;
+  void write(const void* data, std::size_t bytes) { check(std::fwrite(data, 1, bytes, out_) == bytes); }
   void commit() {
-    const bool flushed = std::fflush(out_) == 0 && fsync(fileno(out_)) == 0;
-    const bool closed = std::fclose(std::exchange(out_, nullptr)) == 0;
-    if (!flushed || !closed || std::rename(beside_.c_str(), path_.c_str()) != 0)
-      fail(path_, ": cannot be written: ", std::strerror(errno));
-    done_ = true;
+    check(std::fflush(out_) == 0 && fsync(fileno(out_)) == 0);
+    check(std::fclose(std::exchange(out_, nullptr)) == 0);
+    check(std::rename(beside_.c_str(), path_.c_str()) == 0);
   }
   ~OutputFile() {
     if (out_) std::fclose(out_);
-    if (!done_) std::remove(beside_.c_str());
+    std::remove(beside_.c_str());  // nothing after a commit
   }
 
  private:
+  void check(bool good) const {
+    if (!good) fail(path_, ": cannot be written: ", std::strerror(errno));
+  }
   std::string path_, beside_;
   std::FILE* out_ = nullptr;
-  bool done_ = false;
 };
 
 /// Writes a checkpoint of random weights, 1M numbers at a time.
 void write_random_checkpoint(const Config& c, Dtype dtype, std::uint64_t seed, const std::string& path) {
-  Json header = {{"__metadata__", {{"format", "pt"}, {"yocou", config_json(c).dump()}}}};
+  Json header;
+  header["__metadata__"]["format"] = "pt";  // transformers' mark: loadable by PyTorch
+  header["__metadata__"]["yocou"] = config_json(c).dump();
   Weights w = empty_weights(c);
   Index at = 0;
   for_each_tensor(c, w, [&](const std::string& name, const Shape& shape, Tensor&) {
-    const Index bytes = as_matrix(nullptr, dtype, shape).bytes();
-    header[name] = {
-        {"dtype", dtype_names[static_cast<int>(dtype)]}, {"shape", shape}, {"data_offsets", {at, at + bytes}}};
-    at += bytes;
+    Json& entry = header[name];
+    entry["dtype"] = dtype_names[static_cast<std::size_t>(dtype)];
+    entry["shape"] = shape;
+    entry["data_offsets"] = {at, at + as_matrix(nullptr, dtype, shape).bytes()};
+    at = entry["data_offsets"][1].get<Index>();
   });
   std::string text = header.dump();
   text.resize((text.size() + 7) / 8 * 8, ' ');
@@ -1625,6 +1589,7 @@ void write_random_checkpoint(const Config& c, Dtype dtype, std::uint64_t seed, c
       buffer.resize(static_cast<std::size_t>(n * size_of(dtype)));
       random_numbers(seed, number, shape, dtype, i, n, buffer.data());
       file.write(buffer.data(), buffer.size());
+      stop_if_interrupted();
     }
     ++number;
   });
@@ -1782,28 +1747,28 @@ double seconds_since(Clock::time_point start) { return std::chrono::duration<dou
 Index number_in(const std::string& path, const std::string& key) {
   std::ifstream in(path);
   for (std::string line; std::getline(in, line);)
-    if (line.compare(0, key.size(), key) == 0) {
+    if (line.starts_with(key)) {
       Index v = -1;
       return std::istringstream(line.substr(key.size())) >> v ? v : -1;
     }
   return -1;
 }
 
-/// Bytes that can still be allocated: the machine's, or the control group's if that is less.
+/// Bytes that can still be allocated: the machine's, or the control group's if that is less, but for a twentieth that
+/// is left to everything else.
 Index available_memory() {
   Index available = number_in("/proc/meminfo", "MemAvailable:") * 1024;
-  if (available < 0) return std::numeric_limits<Index>::max();
   std::string group;
   std::ifstream in("/proc/self/cgroup");
   for (std::string line; std::getline(in, line);)
-    if (line.compare(0, 3, "0::") == 0) group = line.substr(3);
+    if (line.starts_with("0::")) group = line.substr(3);
   for (std::filesystem::path p = group; p.has_relative_path(); p = p.parent_path()) {
     const std::string at = "/sys/fs/cgroup" + p.string();
     const Index limit = number_in(at + "/memory.max", ""), used = number_in(at + "/memory.current", "");
     const Index cached = std::max<Index>(0, number_in(at + "/memory.stat", "inactive_file "));
     if (limit >= 0 && used >= 0) available = std::min(available, std::max<Index>(0, limit - used + cached));
   }
-  return available;
+  return available - available / 20;
 }
 
 /// Throws Error when `bytes` more will not fit; both figures are in the line.
@@ -1816,32 +1781,45 @@ void require_memory(const Exact& bytes, const std::string& what) {
 /// About what an engine's buffers take for passes of n rows, logits included.
 Exact activation_bytes(const Config& c, Index n) {
   Exact row = Exact(2) * c.dim + 2 * Exact(c.q_dim()) + 2 * Exact(c.kv_dim()) + c.head_dim + c.vocab_size;
-  if (c.moe)
-    row += Exact(c.moe->experts) + Exact(c.moe->active) * (Exact(c.dim) + 2 * Exact(c.moe->dim)) +
-           2 * Exact(c.moe->shared_dim);
+  if (const auto& m = c.moe)
+    row += Exact(m->experts) + Exact(m->active) * (Exact(c.dim) + 2 * Exact(m->dim)) + 2 * Exact(m->shared_dim);
   else row += 2 * Exact(c.ffn_dim);
   return row * n * 4;
+}
+
+/// A model of random weights in memory, for measuring.
+Model random_model(const Config& c, Dtype dtype, std::uint64_t seed) {
+  const Params p = count_params(c);
+  require_memory((p.params + p.embed + p.head) * size_of(dtype), "a model of random weights");
+  Model m;
+  m.config = c;
+  m.weights = empty_weights(c);
+  m.arena = std::make_unique<Arena>();
+  for_each_tensor(c, m.weights, [&](const std::string&, const Shape& shape, Tensor& t) {
+    stop_if_interrupted();
+    t = as_matrix(nullptr, dtype, shape);
+    const auto number = static_cast<std::uint64_t>(m.slabs.size());
+    m.slabs.emplace_back(*m.arena, t.bytes(), Use::weights);
+    t.data = m.slabs.back().data();
+    random_numbers(seed, number, shape, dtype, 0, t.rows * t.cols, m.slabs.back().data());
+  });
+  if (c.tied_embeddings) m.weights.head = m.weights.embed;
+  return m;
 }
 
 /// Bytes of this process in RAM now.
 Index resident_memory() { return number_in("/proc/self/status", "VmRSS:") * 1024; }
 
-/// Set by SIGINT; long work looks at it between passes.
-volatile sig_atomic_t interrupted = 0;
-
-/// Thrown when the user has interrupted: exit status 130.
-struct Interrupted {};
-
 /// A progress line on stderr, for work of more than a second: redrawn on a terminal, every ten seconds elsewhere.
 class Progress {
  public:
-  explicit Progress(std::string what) : what_(std::move(what)) {}
-  void operator()(double done, double total) {
+  explicit Progress(const char* what) : what_(what) {}
+  void operator()(Index done, Index total) {
     const double t = seconds_since(start_);
     if (t < next_) return;
     next_ = t + (terminal_ ? 0.2 : 10);
-    std::fprintf(stderr, terminal_ ? "\r%s %3.0f%%, %.0f s\033[K" : "%s %.0f%%, %.0f s\n", what_.c_str(),
-                 100 * done / total, t);
+    const double percent = 100 * static_cast<double>(done) / static_cast<double>(total);
+    std::fprintf(stderr, terminal_ ? "\r%s %3.0f%%, %.0f s\033[K" : "%s %.0f%%, %.0f s\n", what_, percent, t);
     shown_ = true;
   }
   ~Progress() {
@@ -1849,58 +1827,55 @@ class Progress {
   }
 
  private:
-  std::string what_;
+  const char* what_;
   Clock::time_point start_ = Clock::now();
   bool terminal_ = isatty(STDERR_FILENO), shown_ = false;
   double next_ = 1;
 };
 
-double median(std::vector<double> v) {
-  std::sort(v.begin(), v.end());
-  return v.size() % 2 ? v[v.size() / 2] : (v[v.size() / 2 - 1] + v[v.size() / 2]) / 2;
-}
-
-/// What this machine can do, measured at the current thread count: the denominators of attainment.
+/// What this machine can do at the current thread count: the denominators of attainment.
 struct Limits {
-  double gemm_gflops = 0;  ///< Eigen's SGEMM on 512 x 2048 x 2048, all threads, the best of several
+  double gemm_gflops = 0;  ///< Eigen's SGEMM on 512 x 2048 x 2048, the best of several
   double read_gbs = 0;     ///< reading 256 MiB, the best of several loops and repetitions
 };
 
 Limits measure_limits() {
-  Limits best;
   using Matrix = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
-  const Index m = 2048, n = 512;
-  const Matrix x = Matrix::Random(n, m), w = Matrix::Random(m, m);
-  Matrix y(n, m);
+  const Index n = 512, K = 2048, count = Index{64} << 20, piece = 1 << 16;
+  const Matrix x = Matrix::Random(n, K), w = Matrix::Random(K, K);
+  Matrix y(n, K);
+  Limits best;
+  const auto fastest = [](double& best, double work, auto&& f) {
+    const auto start = Clock::now();
+    f();
+    best = std::max(best, work / seconds_since(start));
+  };
   for (int i = 0; i < 8; ++i) {
-    auto start = Clock::now();
-    y.noalias() = x * w.transpose();
-    best.gemm_gflops = std::max(best.gemm_gflops, 2e-9 * static_cast<double>(n * m * m) / seconds_since(start));
-    start = Clock::now();
-#pragma omp parallel for schedule( \
-    static)  // Eigen on one thread a slice of columns: sometimes better than its own split
-    for (Index c = 0; c < m; c += 128) y.middleCols(c, 128).noalias() = x * w.middleRows(c, 128).transpose();
-    best.gemm_gflops = std::max(best.gemm_gflops, 2e-9 * static_cast<double>(n * m * m) / seconds_since(start));
+    fastest(best.gemm_gflops, 2e-9 * n * K * K, [&] { y.noalias() = x * w.transpose(); });
+    fastest(
+        best.gemm_gflops, 2e-9 * n * K * K, [&] {  // a slice of columns a thread: sometimes better than its own split
+#pragma omp parallel for schedule(static)
+          for (Index c = 0; c < K; c += 128) y.middleCols(c, 128).noalias() = x * w.middleRows(c, 128).transpose();
+        });
   }
-  std::vector<float> data(64 << 20, 1.f);
-  const Index count = std::ssize(data), piece = 1 << 16;
-  float sink = 0;
-  for (int i = 0; i < 6; ++i)
-    for (const int streams : {1, 4}) {  // one stream a thread, or four read side by side
-      const auto start = Clock::now();
-      float total = 0;
+  const std::vector<float> data(static_cast<std::size_t>(count), 1.f);
+  double sink = 0;
+  for (int i = 0; i < 12; ++i)
+    fastest(
+        best.read_gbs, 4e-9 * static_cast<double>(count), [&, streams = i % 2 ? 4 : 1] {  // streams read side by side
+          double total = 0;
 #pragma omp parallel for schedule(static) reduction(+ : total)
-      for (Index at = 0; at < count; at += piece) {
-        __m256 sum[4] = {};
-        const Index part = piece / streams;
-        for (Index k = 0; k + 32 / streams <= part; k += 32 / streams)
-          for (int s = 0; s < 4; ++s)
-            sum[s] = _mm256_add_ps(sum[s], load8(&data[at + (streams == 4 ? s * part + k : k + 8 * s)]));
-        total += _mm_cvtss_f32(reduce4(sum));
-      }
-      sink += total;
-      best.read_gbs = std::max(best.read_gbs, 1e-9 * static_cast<double>(count * 4) / seconds_since(start));
-    }
+          for (Index at = 0; at < count; at += piece) {
+            __m256 sum[4] = {};
+            const Index apart = piece / streams, step = 32 / streams;
+            for (Index k = 0; k < apart; k += step)
+              for (int s = 0; s < 4; ++s)
+                sum[s] = _mm256_add_ps(
+                    sum[s], load8(&data[static_cast<std::size_t>(at + (streams == 4 ? s * apart + k : k + 8 * s))]));
+            total += _mm_cvtss_f32(reduce4(sum));
+          }
+          sink += total;
+        });
   if (!(sink > 0)) fail("the bandwidth measurement read wrong values");
   return best;
 }
@@ -1908,23 +1883,21 @@ Limits measure_limits() {
 std::string cpu_name() {
   std::ifstream in("/proc/cpuinfo");
   for (std::string line; std::getline(in, line);)
-    if (line.compare(0, 10, "model name") == 0) return line.substr(line.find(": ") + 2);
+    if (line.starts_with("model name")) return line.substr(line.find(": ") + 2);
   return "unknown";
 }
 
 std::string build_name() {
-  std::ostringstream s;
 #ifdef __clang__
-  s << "clang " << __clang_version__;
+  const std::string compiler = "clang " __clang_version__;
 #else
-  s << "g++ " << __VERSION__;
+  const std::string compiler = "g++ " __VERSION__;
 #endif
 #ifdef YOCOU_CUDA
-  s << ", CUDA " << YOCOU_CUDA;
+  return compiler + ", CUDA " YOCOU_CUDA_VERSION;
 #else
-  s << ", no CUDA";
+  return compiler + ", no CUDA";
 #endif
-  return s.str();
 }
 
 // =====================================================================================================================
@@ -1932,64 +1905,58 @@ std::string build_name() {
 
 /// Every option of every command; a command binds those it has.
 struct Options {
-  std::string model, prompt, prompt_file, file, tokens, tokens_file, shape, arch, out, device = "cpu", kv_dtype,
-                                                                                       dtype = "bf16";
-  std::string memory, by, loops_list, N_list;
-  Index n = 256, seed = 0, chunk = 512, threads = 0, prefill = 0, batch = 1, kv_bytes = 2, runs = 3, steps = 4,
-        bins = 16;
+  std::string model, prompt, prompt_file, file, tokens, tokens_file, shape, arch, out, memory, by;
+  std::string device = "cpu", kv_dtype, dtype = "bf16", loops_list, N_list;
+  Index n = 256, chunk = 512, threads = 0, prefill = 0, batch = 1, kv_bytes = 2, runs = 3, steps = 4, top_k = 0;
+  std::uint64_t seed = 0;
   double temperature = 0, top_p = 1;
-  Index top_k = 0;
   ShapeOptions shape_options;
   bool json = false, csv = false, last = false, by_position = false, allocate_only = false;
 };
 
 /// Results go to stdout through here: a full disk is an error, a reader that has gone ends the program quietly.
 void put(std::string_view text) {
-  if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() || std::fflush(stdout) != 0) {
-    if (errno == EPIPE) std::_Exit(0);
-    fail("standard output: ", std::strerror(errno));
-  }
+  if (std::fwrite(text.data(), 1, text.size(), stdout) == text.size() && std::fflush(stdout) == 0) return;
+  if (errno == EPIPE) std::_Exit(0);
+  fail("standard output: ", std::strerror(errno));
 }
 
-/// JSON for programs: valid UTF-8 always, invalid bytes of a text become U+FFFD.
-void put_json(const Json& j) { put(j.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n"); }
-
-/// A number for people: integers in full, others with four significant digits.
+/// A value for people: integers in full, other numbers with four significant digits.
 std::string cell(const Json& v) {
   if (v.is_string()) return v.get<std::string>();
   if (v.is_null()) return "-";
-  if (!v.is_number_float()) return v.dump();
+  if (!v.is_number_float()) return dump(v);
   std::ostringstream s;
   s << std::setprecision(4) << v.get<double>();
   return s.str();
 }
 
 /// Prints rows of equal keys as JSON ({"rows":[...]} and `more`), CSV, or a table for people.
-void put_rows(const std::vector<Json>& rows, const Options& o, const Json& more = Json::object()) {
+void put_rows(const std::vector<Json>& rows, const Options& o, Json more = Json::object()) {
   if (o.json) {
-    Json all = more;
-    all["rows"] = rows;
-    return put_json(all);
+    more["rows"] = rows;
+    return put(dump(more) + "\n");
   }
+  if (rows.empty()) return;
   std::vector<std::vector<std::string>> lines(1);
-  if (!rows.empty())
-    for (const auto& [key, value] : rows[0].items()) lines[0].push_back(key);
+  for (const auto& [key, value] : rows[0].items()) lines[0].push_back(key);
   for (const Json& row : rows) {
     lines.emplace_back();
     for (const auto& [key, value] : row.items())
-      lines.back().push_back(o.csv && value.is_number_float() ? value.dump() : cell(value));
+      lines.back().push_back(o.csv && !value.is_string() ? (value.is_null() ? "" : dump(value)) : cell(value));
   }
-  std::vector<std::size_t> width(lines[0].size());
-  for (const auto& line : lines)
-    for (std::size_t i = 0; i < line.size(); ++i) width[i] = std::max(width[i], line[i].size());
   std::string text;
-  for (const auto& line : lines) {
+  for (auto& line : lines) {
     for (std::size_t i = 0; i < line.size(); ++i) {
-      const bool quoted = o.csv && line[i].find_first_of(",\"") != std::string::npos,
-                 name = rows[0].front().is_string() && i == 0;
-      const std::string pad(o.csv ? 0 : width[i] - line[i].size(), ' ');
-      text += (i ? (o.csv ? "," : "  ") : "") + (name ? "" : pad) + (quoted ? quote(line[i]) : line[i]);
-      if (name && i + 1 < line.size()) text += pad;
+      std::string& s = line[i];
+      if (o.csv && s.find_first_of(",\"\n") != std::string::npos) {  // RFC 4180
+        for (std::size_t q = 0; (q = s.find('"', q)) != std::string::npos; q += 2) s.insert(q, 1, '"');
+        s.insert(0, 1, '"'), s += '"';
+      }
+      std::size_t width = 0;
+      for (const auto& other : lines) width = o.csv ? 0 : std::max(width, other[i].size());
+      const std::string pad(width - std::min(width, s.size()), ' ');
+      text += (i == 0 ? "" : o.csv ? "," : "  ") + (i == 0 ? s + pad : pad + s);
     }
     text += "\n";
   }
@@ -1999,28 +1966,16 @@ void put_rows(const std::vector<Json>& rows, const Options& o, const Json& more 
 /// "1,2,3" as integers within [low, high]. Throws Usage naming the option.
 std::vector<Index> integers(const std::string& text, const char* option, Index low, Index high) {
   std::vector<Index> out;
-  std::istringstream in(text);
-  for (std::string item; std::getline(in, item, ',');) {
-    std::size_t used = 0;
+  for (std::size_t at = 0; at <= text.size();) {
+    const std::size_t end = std::min(text.size(), text.find(',', at));
     Index v = 0;
-    try {
-      v = std::stoll(item, &used);
-    } catch (const std::exception&) {
-      used = 0;
-    }
-    if (!used || used != item.size() || v < low || v > high)
+    const auto [stop, error] = std::from_chars(text.data() + at, text.data() + end, v);
+    if (error != std::errc() || stop != text.data() + end || v < low || v > high)
       throw Usage(std::string(option) + ": expected integers from " + std::to_string(low) + " to " +
-                  std::to_string(high) + ", found '" + item + "'");
+                  std::to_string(high) + ", separated by commas, found '" + text + "'");
     out.push_back(v);
+    at = end + 1;
   }
-  if (out.empty()) throw Usage(std::string(option) + ": an empty list");
-  return out;
-}
-
-std::vector<std::string> words(const std::string& text) {
-  std::vector<std::string> out;
-  std::istringstream in(text);
-  for (std::string item; std::getline(in, item, ',');) out.push_back(item);
   return out;
 }
 
@@ -2031,14 +1986,10 @@ Dtype kv_dtype(const Options& o) {
   return o.kv_dtype.empty() ? (o.device == "cuda" ? Dtype::bf16 : Dtype::f32) : dtype_of(o.kv_dtype);
 }
 
-void use_threads(const Options& o) {
+/// An engine for `sequences` sequences of up to `tokens` positions each, after checking that they fit the machine.
+std::unique_ptr<Engine> make_engine(const Model& m, const Options& o, Index max_rows, Index tokens, Index sequences) {
   if (o.threads) omp_set_num_threads(static_cast<int>(o.threads));
-}
-
-/// An engine for sequences of `tokens` positions in all, after checking that their caches fit the machine.
-std::unique_ptr<Engine> make_engine(const Model& m, const Options& o, Index max_rows, Index tokens_each,
-                                    Index sequences) {
-  const EngineOptions options{kv_dtype(o), max_rows, tokens_each * sequences, sequences};
+  const EngineOptions options{kv_dtype(o), max_rows, tokens * sequences, sequences};
   if (o.device == "cuda") {
 #ifdef YOCOU_CUDA
     return make_cuda_engine(m.config, m.weights, options);
@@ -2046,24 +1997,33 @@ std::unique_ptr<Engine> make_engine(const Model& m, const Options& o, Index max_
     fail("--device cuda: this yocou was built without CUDA");
 #endif
   }
-  require_memory(Exact(sequences) * cache_bytes(m.config, tokens_each, size_of(options.kv_dtype)) +
-                     activation_bytes(m.config, max_rows),
-                 "a run of " + std::to_string(tokens_each) + " tokens x " + std::to_string(sequences));
+  const Exact caches = Exact(sequences) * cache_bytes(m.config, tokens, size_of(options.kv_dtype));
+  require_memory(caches + activation_bytes(m.config, max_rows),
+      "a run of " + std::to_string(tokens) + " tokens x " + std::to_string(sequences));
   return std::make_unique<CpuEngine>(m.config, m.weights, options);
 }
 
-std::vector<int> bytes_to_tokens(std::string_view text) {
-  std::vector<int> tokens;
-  for (const char c : text) tokens.push_back(static_cast<unsigned char>(c));
+/// Bytes are tokens. `what` is named when they would not fit the machine.
+std::vector<int> bytes_to_tokens(std::string_view text, const std::string& what) {
+  if (text.size() > 1 << 20) require_memory(5 * Exact(std::ssize(text)), what);
+  std::vector<int> tokens(text.size());
+  std::transform(text.begin(), text.end(), tokens.begin(), [](char c) { return static_cast<unsigned char>(c); });
   return tokens;
 }
 
-/// A model that text can be given to.
-Model load_text_model(const std::string& path) {
-  Model m = load_model(path);
-  if (m.config.vocab_size < 256) fail(path, ": byte text needs vocab_size >= 256, found ", m.config.vocab_size);
+/// A model that text can be given to, with --loops T.
+Model load_text_model(const Options& o) {
+  Model m = load_model(o.model);
+  if (m.config.vocab_size < 256) fail(o.model, ": byte text needs vocab_size >= 256, found ", m.config.vocab_size);
+  set_loops(m.config, o.shape_options.loops);
   return m;
 }
+
+/// The values of T to run a model at: those of --loops 1,2,3, or its own.
+std::vector<Index> loops_of(const Options& o) {
+  return o.loops_list.empty() ? std::vector<Index>{0} : integers(o.loops_list, "--loops", 1, 4096);
+}
+Index current_loops(Config& c) { return looped_stage(c) ? looped_stage(c)->loops : 1; }
 
 /// Shows bytes on a terminal: whole characters as soon as they are complete, U+FFFD for what is not UTF-8.
 class TerminalText {
@@ -2072,218 +2032,180 @@ class TerminalText {
     pending_ += byte;
     std::string out;
     while (!pending_.empty()) {
-      const auto first = static_cast<unsigned char>(pending_[0]);
-      const std::size_t length = first < 0x80                    ? 1
-                                 : first >= 0xc2 && first < 0xe0 ? 2
-                                 : first >= 0xe0 && first < 0xf0 ? 3
-                                 : first >= 0xf0 && first < 0xf5 ? 4
-                                                                 : 0;
-      std::size_t good = length ? 1 : 0;
-      while (good && good < std::min(length, pending_.size()) &&
-             follows(first, good, static_cast<unsigned char>(pending_[good])))
-        ++good;
-      if (good && good == length) out += pending_.substr(0, length);
-      else if (good && good == pending_.size()) return out;  // incomplete so far
-      else out += "\uFFFD";
+      const auto lead = static_cast<unsigned char>(pending_[0]);
+      const std::size_t length = lead < 0x80   ? 1
+                                 : lead < 0xc2 ? 0
+                                 : lead < 0xe0 ? 2
+                                 : lead < 0xf0 ? 3
+                                 : lead < 0xf5 ? 4
+                                               : 0;
+      std::size_t good = std::min<std::size_t>(length, 1);  // bytes that begin a character
+      while (good && good < std::min(length, pending_.size()) && follows(lead, good, pending_[good])) ++good;
+      if (good && good < length && good == pending_.size()) break;  // incomplete so far
+      out += good && good == length ? pending_.substr(0, good) : "\uFFFD";
       pending_.erase(0, std::max<std::size_t>(good, 1));
     }
     return out;
   }
-  std::string rest() { return pending_.empty() ? "" : (pending_.clear(), "\uFFFD"); }
+  std::string rest() const { return pending_.empty() ? "" : "\uFFFD"; }
 
  private:
-  /// Whether `byte` may stand at place `at` >= 1 behind `first`: overlong forms, surrogates and > U+10FFFF may not.
-  static bool follows(unsigned char first, std::size_t at, unsigned char byte) {
-    const unsigned char low = at > 1 ? 0x80 : first == 0xe0 ? 0xa0 : first == 0xf0 ? 0x90 : 0x80;
-    const unsigned char high = at > 1 ? 0xbf : first == 0xed ? 0x9f : first == 0xf4 ? 0x8f : 0xbf;
+  /// Whether a byte may stand at place `at` behind `lead`: overlong forms, surrogates and > U+10FFFF may not.
+  static bool follows(unsigned char lead, std::size_t at, char ch) {
+    const auto byte = static_cast<unsigned char>(ch);
+    const int low = at > 1 ? 0x80 : lead == 0xe0 ? 0xa0 : lead == 0xf0 ? 0x90 : 0x80;
+    const int high = at > 1 ? 0xbf : lead == 0xed ? 0x9f : lead == 0xf4 ? 0x8f : 0xbf;
     return byte >= low && byte <= high;
   }
   std::string pending_;
 };
 
-double rate(double count, double seconds) { return count / std::max(seconds, 1e-9); }
-
 /// `yocou generate`
 int generate(const Options& o) {
-  Model m = load_text_model(o.model);
-  if (o.shape_options.loops) set_loops(m.config, o.shape_options.loops);
-  const MappedFile file = o.prompt_file.empty() ? MappedFile() : MappedFile(o.prompt_file);
-  const std::vector<int> prompt = bytes_to_tokens(o.prompt_file.empty() ? std::string_view(o.prompt) : file.text());
+  const Model m = load_text_model(o);
+  const std::unique_ptr<MappedFile> file =
+      o.prompt_file.empty() ? nullptr : std::make_unique<MappedFile>(o.prompt_file);
+  const std::vector<int> prompt = bytes_to_tokens(file ? file->text() : std::string_view(o.prompt), "the prompt");
   if (prompt.empty()) fail("the prompt is empty: there is nothing to continue");
   const Index N = std::ssize(prompt);
-  use_threads(o);
   const auto engine = make_engine(m, o, std::min(o.chunk, N), N + o.n, 1);
   const int sequence = engine->open();
   std::vector<float> logits(static_cast<std::size_t>(m.config.vocab_size));
-  Sampler sample{o.temperature, o.top_k, o.top_p, std::mt19937_64(static_cast<std::uint64_t>(o.seed))};
+  Sampler sample{o.temperature, o.top_k, o.top_p, std::mt19937_64(o.seed)};
   const bool terminal = isatty(STDOUT_FILENO);
   TerminalText shown;
   std::string text;
   std::vector<int> tokens;
-  Index decoded = 0;
+  Index prompted = 0, decoded = 0;
   double prompt_seconds = 0, decode_seconds = 0;
-  auto start = Clock::now();
-  {
+  try {
     Progress progress("prompt");
-    for (Index i = 0; i < N && !interrupted; i += o.chunk) {
-      const Index n = std::min(o.chunk, N - i);
-      const Segment part{sequence, std::span(prompt).subspan(i, n), i + n == N ? Logits::last : Logits::none};
-      engine->forward({&part, 1}, logits.data());
-      progress(static_cast<double>(i + n), static_cast<double>(N));
+    auto start = Clock::now();
+    prefill(*engine, sequence, prompt, o.chunk, logits.data(), [&](Index done) {
+      prompted = done, prompt_seconds = seconds_since(start);
+      progress(done, N);
+    });
+    start = Clock::now();
+    while (std::ssize(tokens) < o.n) {
+      if (!tokens.empty()) {
+        decode(*engine, {&sequence, 1}, {&tokens.back(), 1}, logits.data());
+        ++decoded, decode_seconds = seconds_since(start);
+      }
+      tokens.push_back(sample(logits));
+      if (tokens.back() > 255) fail("the model wrote token ", tokens.back(), ", which is not a byte");
+      text += static_cast<char>(tokens.back());
+      if (!o.json) put(terminal ? shown(text.back()) : text.substr(text.size() - 1));
     }
-  }
-  prompt_seconds = seconds_since(start);
-  start = Clock::now();
-  while (std::ssize(tokens) < o.n && !interrupted) {
-    if (!tokens.empty()) {
-      decode(*engine, {&sequence, 1}, {&tokens.back(), 1}, logits.data());
-      ++decoded;
-      decode_seconds = seconds_since(start);
-    }
-    tokens.push_back(sample(logits));
-    if (tokens.back() > 255) fail("the model wrote token ", tokens.back(), ", which is not a byte");
-    const char byte = static_cast<char>(tokens.back());
-    text += byte;
-    if (!o.json) put(terminal ? shown(byte) : std::string(1, byte));
+  } catch (const Interrupted&) {  // what was written and measured so far still counts
   }
   if (o.json)
-    put_json(Json{{"text", text},
-                  {"tokens", tokens},
-                  {"seed", o.seed},
-                  {"prompt_tokens", N},
-                  {"cache_bytes", engine->cache_bytes()}});
+    put(dump({{"text", text}, {"tokens", tokens}, {"seed", o.seed}, {"prompt_tokens", prompted},
+            {"cache_bytes", engine->cache_bytes()}}) +
+        "\n");
   else if (terminal) put(shown.rest() + "\n");
   std::ostringstream line;
-  line << std::setprecision(4) << "prompt " << N << " tokens, " << rate(static_cast<double>(N), prompt_seconds)
-       << " tok/s; decode ";
-  if (decoded) line << decoded << " steps, " << rate(static_cast<double>(decoded), decode_seconds) << " tok/s; ";
-  else line << "no steps; ";
-  line << "cache " << engine->cache_bytes() << " bytes; seed " << o.seed << "\n";
+  const auto rate = [](Index count, double seconds) { return static_cast<double>(count) / std::max(seconds, 1e-9); };
+  line << std::setprecision(4) << "prompt " << prompted << " tokens, " << rate(prompted, prompt_seconds)
+       << " tok/s; decode " << decoded << " steps";
+  if (decoded) line << ", " << rate(decoded, decode_seconds) << " tok/s";
+  line << "; cache " << engine->cache_bytes() << " bytes; seed " << o.seed << "\n";
   std::fputs(line.str().c_str(), stderr);
-  if (interrupted) throw Interrupted{};
+  stop_if_interrupted();
   return 0;
 }
 
-/// -ln p(token) for each row of logits [rows,V], in double.
+/// -ln p(token) under a row of logits [V], in double.
 double surprise(std::span<const float> logits, int token) {
   const double max = *std::max_element(logits.begin(), logits.end());
   double sum = 0;
   for (const float l : logits) sum += std::exp(l - max);
-  return max + std::log(sum) - logits[token];
+  return max + std::log(sum) - logits[static_cast<std::size_t>(token)];
 }
 
 /// `yocou score`: row t-1 predicts token t, so a file of N bytes gives N-1 predictions.
 int score(const Options& o) {
-  Model m = load_text_model(o.model);
+  Model m = load_text_model(o);
   const MappedFile file(o.file);
-  const std::vector<int> tokens = bytes_to_tokens(file.text());
+  const std::vector<int> tokens = bytes_to_tokens(file.text(), o.file);
   const Index N = std::ssize(tokens), V = m.config.vocab_size;
   if (N < 2) fail(o.file, ": scoring needs at least 2 bytes, found ", N);
-  use_threads(o);
   std::vector<Json> rows, positions;
-  const std::vector<Index> loops =
-      o.loops_list.empty() ? std::vector<Index>{0} : integers(o.loops_list, "--loops", 1, 4096);
-  for (const Index T : loops) {
-    if (T) set_loops(m.config, T);
+  for (const Index T : loops_of(o)) {
+    set_loops(m.config, T);
     const auto engine = make_engine(m, o, std::min(o.chunk, N), N, 1);
     std::vector<double> nats(static_cast<std::size_t>(N - 1));
     Progress progress("score");
     forward_all(*engine, m.config, engine->open(), tokens, o.chunk, [&](Index first, Index n, const float* logits) {
-      for (Index i = 0; i < n && first + i + 1 < N; ++i)
-        nats[first + i] = surprise({logits + i * V, static_cast<std::size_t>(V)}, tokens[first + i + 1]);
-      progress(static_cast<double>(first + n), static_cast<double>(N));
+      for (Index i = first; i < std::min(first + n, N - 1); ++i)
+        nats[i] = surprise({logits + (i - first) * V, static_cast<std::size_t>(V)}, tokens[i + 1]);
+      progress(first + n, N);
     });
     const auto mean = [&](Index from, Index to) {
       return std::accumulate(nats.begin() + from, nats.begin() + to, 0.0) / static_cast<double>(to - from);
     };
+    const Index loops = current_loops(m.config);
     const double all = mean(0, N - 1);
-    rows.push_back({{"loops", looped(m.config)},
-                    {"predictions", N - 1},
-                    {"bits_per_byte", all / std::log(2.0)},
-                    {"perplexity", std::exp(all)}});
-    if (o.by_position)  // position t: the byte predicted is byte t; bins grow by doubling
-      for (Index from = 1; from < N; from *= 2) {
-        const Index to = std::min(2 * from, N);
-        positions.push_back({{"loops", looped(m.config)},
-                             {"from", from},
-                             {"to", to - 1},
-                             {"bits_per_byte", mean(from - 1, to - 1) / std::log(2.0)}});
-      }
+    rows.push_back({{"loops", loops}, {"predictions", N - 1}, {"bits_per_byte", all / std::log(2.0)},
+        {"perplexity", std::exp(all)}});
+    for (Index from = 1; from < N; from *= 2) {  // by position of the byte predicted, in doubling ranges
+      const Index to = std::min(2 * from, N);
+      positions.push_back({{"loops", loops}, {"from", from}, {"to", to - 1},
+          {"bits_per_byte", mean(from - 1, to - 1) / std::log(2.0)}});
+    }
   }
-  Json more = Json::object();
-  if (o.by_position) more["by_position"] = positions;
-  if (o.json) {
-    Json all = {{"rows", rows}};
-    all.update(more);
-    put_json(all);
-  } else {
-    put_rows(rows, o);
-    if (o.by_position) put("\n"), put_rows(positions, o);
-  }
+  put_rows(rows, o, o.by_position ? Json{{"by_position", positions}} : Json::object());
+  if (o.by_position && !o.json) put("\n"), put_rows(positions, o);
   return 0;
 }
 
 /// `yocou logits`
 int logits(const Options& o) {
   Model m = load_model(o.model);
-  if (o.shape_options.loops) set_loops(m.config, o.shape_options.loops);
+  set_loops(m.config, o.shape_options.loops);
   if (o.tokens.empty() == o.tokens_file.empty()) throw Usage("logits: give either --tokens or --tokens-file");
-  std::string list = o.tokens;
-  std::string where = "--tokens";
-  if (!o.tokens_file.empty()) {
-    list = std::string(MappedFile(o.tokens_file).text());
-    where = o.tokens_file;
-  }
+  const std::unique_ptr<MappedFile> file =
+      o.tokens_file.empty() ? nullptr : std::make_unique<MappedFile>(o.tokens_file);
+  const std::string_view list = file ? file->text() : o.tokens;
+  const std::string where = file ? o.tokens_file : "--tokens", separators = ", \t\r\n\v\f";
+  require_memory(2 * Exact(std::ssize(list)), where);
   std::vector<int> tokens;
-  for (std::size_t i = 0; i < list.size();) {
-    if (list[i] == ',' || std::isspace(static_cast<unsigned char>(list[i]))) {
-      ++i;
-      continue;
-    }
-    const std::size_t end = std::min(list.size(), list.find_first_of(", \t\r\n\v\f", i));
+  for (std::size_t at = 0; (at = list.find_first_not_of(separators, at)) != std::string_view::npos;) {
+    const std::size_t end = std::min(list.size(), list.find_first_of(separators, at));
     int token = -1;
-    const auto [stop, error] = std::from_chars(list.data() + i, list.data() + end, token);
+    const auto [stop, error] = std::from_chars(list.data() + at, list.data() + end, token);
     if (error != std::errc() || stop != list.data() + end || token < 0 || token >= m.config.vocab_size)
       fail(where, ": expected token ids from 0 to ", m.config.vocab_size - 1, ", found ",
-           quote(list.substr(i, end - i)));
+          quote(std::string(list.substr(at, end - at))));
     tokens.push_back(token);
-    i = end;
+    at = end;
   }
   const Index N = std::ssize(tokens), V = m.config.vocab_size, K = o.prefill ? o.prefill : N;
   if (N == 0) fail(where, ": no tokens");
   if (K > N) throw Usage("--prefill: " + std::to_string(K) + " of " + std::to_string(N) + " tokens");
-  use_threads(o);
   const auto engine = make_engine(m, o, std::min(o.chunk, K), N, 1);
   const int sequence = engine->open();
-  Json out = Json::array();
-  const auto add = [&](Index, Index n, const float* rows) {
-    for (Index i = 0; i < n; ++i) {
-      Json row = Json::array();
-      for (Index v = 0; v < V; ++v) row.push_back(rows[i * V + v]);
-      out.push_back(std::move(row));
+  if (o.json) put("{\"tokens\":" + dump(tokens) + ",\"logits\":[");
+  bool first = true;
+  const auto print = [&](Index, Index n, const float* rows) {
+    std::ostringstream text;
+    text << std::setprecision(9);
+    for (Index i = 0; i < n; ++i, first = false) {
+      text << (o.json ? (first ? "[" : ",[") : "");
+      for (Index v = 0; v < V; ++v) text << (v == 0 ? "" : o.json ? "," : " ") << rows[i * V + v];
+      text << (o.json ? "]" : "\n");
     }
+    put(text.str());
   };
   std::vector<float> row(static_cast<std::size_t>(V));
-  const std::span<const int> prompt = std::span(tokens).first(K);
+  const std::span<const int> prompt = std::span(tokens).first(static_cast<std::size_t>(K));
   if (o.last) prefill(*engine, sequence, prompt, o.chunk, row.data());
-  else forward_all(*engine, m.config, sequence, prompt, o.chunk, add);
+  else forward_all(*engine, m.config, sequence, prompt, o.chunk, print);
   for (Index i = K; i < N; ++i) {
-    decode(*engine, {&sequence, 1}, {&tokens[i], 1}, row.data());
-    if (!o.last) add(i, 1, row.data());
+    decode(*engine, {&sequence, 1}, {&tokens[static_cast<std::size_t>(i)], 1}, row.data());
+    if (!o.last) print(i, 1, row.data());
   }
-  if (o.last) add(N - 1, 1, row.data());
-  std::ostringstream text;
-  text << std::setprecision(9);
-  const char *open = o.json ? "[" : "", *close = o.json ? "]" : "", *comma = o.json ? "," : " ",
-             *next = o.json ? "," : "\n";
-  if (o.json) text << "{\"tokens\":" << Json(tokens).dump() << ",\"logits\":[";
-  for (std::size_t i = 0; i < out.size(); ++i) {
-    text << (i ? next : "") << open;
-    for (std::size_t v = 0; v < out[i].size(); ++v) text << (v ? comma : "") << out[i][v].get<double>();
-    text << close;
-  }
-  text << (o.json ? "]}\n" : "\n");
-  put(text.str());
+  if (o.last) print(N - 1, 1, row.data());
+  if (o.json) put("]}\n");
   return 0;
 }
 
@@ -2295,47 +2217,45 @@ struct Task {
 
 /// Reads JSON lines {"prompt","answer", ...}; `by` names the field to group by. Throws Error naming file and line.
 std::vector<Task> read_tasks(std::string_view text, const std::string& path, const std::string& by) {
+  require_memory(4 * Exact(std::ssize(text)), path);
   std::vector<Task> tasks;
   Index number = 0;
-  for (std::size_t at = 0; at < text.size();) {
-    const std::size_t end = std::min(text.size(), text.find('\n', at));
+  for (std::size_t at = 0, end; at < text.size(); at = end + 1) {
+    end = std::min(text.size(), text.find('\n', at));
     const std::string_view line = text.substr(at, end - at);
-    at = end + 1;
     const std::string where = path + ":" + std::to_string(++number);
     if (line.find_first_not_of(" \t\r") == std::string_view::npos) continue;
     const Json json = parse_json(line, where);
     Fields f(json, where);
-    Task t{f.text("prompt"), f.text("answer"), "null"};
-    if (t.prompt.empty() || t.answer.empty()) fail(where, ": \"prompt\" and \"answer\" must not be empty");
-    if (!by.empty()) t.group = f.need(by).dump();
-    tasks.push_back(std::move(t));
+    tasks.push_back({f.text("prompt"), f.text("answer"), by.empty() ? "null" : dump(f.need(by))});
+    if (tasks.back().prompt.empty() || tasks.back().answer.empty())
+      fail(where, ": \"prompt\" and \"answer\" must not be empty");
   }
   if (tasks.empty()) fail(path, ": no tasks");
   return tasks;
 }
 
-/// Greedy completions of tasks first .. last-1, prompts and decode steps batched. right[i] = 1 for an exact match.
+/// Greedy completions of some tasks, prompts and decode steps batched. right[i] = 1 for an exact match.
 void answer_batch(Engine& engine, const Config& c, std::span<const Task> tasks, Index chunk, char* right) {
-  const Index V = c.vocab_size, count = std::ssize(tasks);
-  std::vector<float> logits(static_cast<std::size_t>(count * V));
+  const std::size_t V = static_cast<std::size_t>(c.vocab_size), count = tasks.size();
+  std::vector<float> logits(count * V);
   std::vector<std::vector<int>> prompts;
+  std::vector<std::string> written(count);
   std::vector<int> sequences;
   std::vector<Segment> pass;
-  for (const Task& t : tasks) prompts.push_back(bytes_to_tokens(t.prompt)), sequences.push_back(engine.open());
+  for (const Task& t : tasks)
+    prompts.push_back(bytes_to_tokens(t.prompt, "a prompt")), sequences.push_back(engine.open());
+  for (std::size_t i = 0; i < count; ++i) pass.push_back({sequences[i], prompts[i], Logits::last});
   if (count == 1) prefill(engine, sequences[0], prompts[0], chunk, logits.data());
-  else {
-    for (Index i = 0; i < count; ++i) pass.push_back({sequences[i], prompts[i], Logits::last});
-    engine.forward(pass, logits.data());
-  }
-  std::vector<Index> open(static_cast<std::size_t>(count));
+  else engine.forward(pass, logits.data());
+  std::vector<std::size_t> open(count);  // tasks whose answers are not complete; row i of the logits is task open[i]'s
   std::iota(open.begin(), open.end(), 0);
-  std::vector<std::string> written(static_cast<std::size_t>(count));
   while (!open.empty()) {
     std::vector<int> next, who;
-    std::vector<Index> still;
+    std::vector<std::size_t> still;
     for (std::size_t row = 0; row < open.size(); ++row) {
-      const Index i = open[row];
-      const int token = greedy({logits.data() + row * V, static_cast<std::size_t>(V)});
+      const std::size_t i = open[row];
+      const int token = greedy({logits.data() + row * V, V});
       if (token < 256) written[i] += static_cast<char>(token);
       if (token > 255 || written[i].size() == tasks[i].answer.size()) continue;
       still.push_back(i), next.push_back(token), who.push_back(sequences[i]);
@@ -2343,52 +2263,42 @@ void answer_batch(Engine& engine, const Config& c, std::span<const Task> tasks, 
     if (!still.empty()) decode(engine, who, next, logits.data());
     open = still;
   }
-  for (Index i = 0; i < count; ++i) right[i] = written[i] == tasks[i].answer, engine.close(sequences[i]);
+  for (std::size_t i = 0; i < count; ++i) right[i] = written[i] == tasks[i].answer, engine.close(sequences[i]);
 }
 
 /// `yocou eval`
 int eval(const Options& o) {
-  Model m = load_text_model(o.model);
+  Model m = load_text_model(o);
   const MappedFile file(o.file);
   const std::vector<Task> tasks = read_tasks(file.text(), o.file, o.by);
-  use_threads(o);
-  Index longest = 0, batch_max = 64;
-  for (const Task& t : tasks) longest = std::max(longest, std::ssize(t.prompt) + std::ssize(t.answer));
+  constexpr Index together = 64;  // tasks in a batch, if their prompts fit one chunk
+  Index longest = 0, sum = 0;
+  for (const Task& t : tasks)
+    longest = std::max(longest, std::ssize(t.prompt) + std::ssize(t.answer)), sum += std::ssize(t.prompt);
   std::vector<Json> rows;
   Index total = 0, correct = 0;
-  const std::vector<Index> loops =
-      o.loops_list.empty() ? std::vector<Index>{0} : integers(o.loops_list, "--loops", 1, 4096);
-  for (const Index T : loops) {
-    if (T) set_loops(m.config, T);
+  for (const Index T : loops_of(o)) {
+    set_loops(m.config, T);
     const auto engine =
-        make_engine(m, o, std::max(o.chunk, batch_max), std::max(longest, o.chunk / batch_max), batch_max);
+        make_engine(m, o, std::max(std::min(o.chunk, sum), together), longest, std::min(together, std::ssize(tasks)));
     std::vector<char> right(tasks.size());
     Progress progress("eval");
-    for (std::size_t first = 0; first < tasks.size();) {
-      std::size_t last = first;
-      Index sum = 0;
-      while (last < tasks.size() && static_cast<Index>(last - first) < batch_max &&
-             (last == first || sum + std::ssize(tasks[last].prompt) <= o.chunk))
-        sum += std::ssize(tasks[last++].prompt);
-      if (interrupted) throw Interrupted{};
+    for (std::size_t first = 0, last = 0; first < tasks.size(); first = last) {
+      for (Index rows = 0; last < tasks.size() && std::ssize(tasks) && last - first < together; ++last)
+        if ((rows += std::ssize(tasks[last].prompt)) > o.chunk && last > first) break;
       answer_batch(*engine, m.config, std::span(tasks).subspan(first, last - first), o.chunk, right.data() + first);
-      first = last;
-      progress(static_cast<double>(first), static_cast<double>(tasks.size()));
+      progress(static_cast<Index>(last), std::ssize(tasks));
     }
     std::vector<std::string> groups;  // in the order of the file
     std::map<std::string, std::pair<Index, Index>> tally;
     for (std::size_t i = 0; i < tasks.size(); ++i) {
       if (!tally.count(tasks[i].group)) groups.push_back(tasks[i].group);
-      auto& [count, good] = tally[tasks[i].group];
-      ++count, good += right[i];
+      ++tally[tasks[i].group].first, tally[tasks[i].group].second += right[i];
     }
     for (const std::string& g : groups) {
       const auto [count, good] = tally[g];
-      rows.push_back({{"loops", looped(m.config)},
-                      {"group", Json::parse(g)},
-                      {"count", count},
-                      {"correct", good},
-                      {"accuracy", static_cast<double>(good) / static_cast<double>(count)}});
+      rows.push_back({{"loops", current_loops(m.config)}, {"group", Json::parse(g)}, {"count", count},
+          {"correct", good}, {"accuracy", static_cast<double>(good) / static_cast<double>(count)}});
       total += count, correct += good;
     }
   }
@@ -2398,115 +2308,104 @@ int eval(const Options& o) {
 
 /// `yocou trace`: what each application of a layer does to the state, means over the prompt's positions (Figure 8).
 int trace(const Options& o) {
-  Model m = load_text_model(o.model);
-  if (o.shape_options.loops) set_loops(m.config, o.shape_options.loops);
+  const Model m = load_text_model(o);
   const Config& c = m.config;
-  const std::vector<int> prompt = bytes_to_tokens(o.prompt);
+  const std::vector<int> prompt = bytes_to_tokens(o.prompt, "the prompt");
   if (prompt.empty()) fail("the prompt is empty: there is nothing to trace");
-  use_threads(o);
   struct Sums {
-    Application at;
-    double norm = 0, angle = 0, loop_cosine = 0;
+    Index stage, loop, layer;
+    double norm, angle, loop_cosine;
     std::vector<Index> load;
   };
   std::vector<Sums> applications;
-  std::vector<float> before, loop_before;
+  std::vector<float> before, loop_before;  // the states after the application before, and after the loop before
   std::size_t next = 0;
   const Index D = c.dim, N = std::ssize(prompt);
   const auto engine = make_engine(m, o, std::min(o.chunk, N), N, 1);
-  const auto cosine = [D](const float* a, const float* b) {
-    double ab = 0, aa = 0, bb = 0;
-    for (Index d = 0; d < D; ++d) ab += double{a[d]} * b[d], aa += double{a[d]} * a[d], bb += double{b[d]} * b[d];
-    return aa > 0 && bb > 0 ? std::clamp(ab / std::sqrt(aa * bb), -1.0, 1.0) : 1.0;
+  const auto dot = [D](const float* a, const float* b) { return std::inner_product(a, a + D, b, 0.0); };
+  const auto cosine = [&](const float* a, const float* b) {
+    const double norms = std::sqrt(dot(a, a) * dot(b, b));
+    return norms > 0 ? std::clamp(dot(a, b) / norms, -1.0, 1.0) : 1.0;
   };
+  const auto ends_later_loop = [&](const Sums& a) { return a.loop > 0 && a.layer + 1 == c.stages[a.stage].layers; };
   engine->on_layer = [&](const Application& a) {
     if (a.stage < 0) next = 0;
-    if (next == applications.size()) applications.push_back({a, 0, 0, 0, {}});
+    if (next == applications.size())
+      applications.push_back({a.stage, a.loop, a.layer, 0, 0, 0, std::vector<Index>(a.expert_load.size())});
     Sums& sums = applications[next++];
-    sums.load.resize(a.expert_load.size());
-    std::transform(a.expert_load.begin(), a.expert_load.end(), sums.load.begin(), sums.load.begin(), std::plus<>());
-    const bool ends_loop = a.stage >= 0 && a.layer + 1 == c.stages[a.stage].layers;
+    std::ranges::transform(a.expert_load, sums.load, sums.load.begin(), std::plus<>());
     for (Index i = 0; i < std::ssize(a.x); i += D) {
-      double square = 0;
-      for (Index d = 0; d < D; ++d) square += double{a.x[i + d]} * a.x[i + d];
-      sums.norm += std::sqrt(square / static_cast<double>(D));
+      sums.norm += std::sqrt(dot(&a.x[i], &a.x[i]) / static_cast<double>(D));
       if (a.stage >= 0) sums.angle += std::acos(cosine(&a.x[i], &before[i])) / M_PI;
-      if (ends_loop && a.loop > 0) sums.loop_cosine += cosine(&a.x[i], &loop_before[i]);
+      if (ends_later_loop(sums)) sums.loop_cosine += cosine(&a.x[i], &loop_before[i]);
     }
     before.assign(a.x.begin(), a.x.end());
-    if (ends_loop) loop_before = before;
+    if (a.stage >= 0 && a.layer + 1 == c.stages[a.stage].layers) loop_before = before;
   };
   forward_all(*engine, c, engine->open(), prompt, o.chunk, [](Index, Index, const float*) {});
   std::vector<Json> rows;
-  const double n = static_cast<double>(N);
   for (const Sums& a : applications) {
-    const bool layer = a.at.stage >= 0, ends = layer && a.at.loop > 0 && a.at.layer + 1 == c.stages[a.at.stage].layers;
-    Json load = Json::array();
+    const auto mean = [N](double sum, bool there) { return there ? Json(sum / static_cast<double>(N)) : Json(); };
+    Json load;  // share of the tokens' choices; one cell in a table
     for (const Index l : a.load) load.push_back(static_cast<double>(l) / static_cast<double>(N * c.moe->active));
-    rows.push_back({{"application", std::ssize(rows)},
-                    {"stage", layer ? c.stages[a.at.stage].name : "embed"},
-                    {"loop", a.at.loop},
-                    {"layer", a.at.layer},
-                    {"norm", a.norm / n},
-                    {"angular_distance", layer ? Json(a.angle / n) : Json()},
-                    {"loop_cosine", ends ? Json(a.loop_cosine / n) : Json()},
-                    {"router_load", load.empty() ? Json() : load}});
+    std::string loads;
+    for (const Json& l : load) loads += (loads.empty() ? "" : " ") + cell(std::round(l.get<double>() * 1000) / 1000);
+    rows.push_back({{"application", std::ssize(rows)}, {"stage", a.stage < 0 ? "embed" : c.stages[a.stage].name},
+        {"loop", a.loop}, {"layer", a.layer}, {"norm", mean(a.norm, true)},
+        {"angular_distance", mean(a.angle, a.stage >= 0)}, {"loop_cosine", mean(a.loop_cosine, ends_later_loop(a))},
+        {"router_load", o.json || load.is_null() ? load : Json(loads)}});
   }
-  if (!o.json)  // one cell for the loads
-    for (Json& row : rows) {
-      std::string loads;
-      for (const Json& l : row["router_load"])
-        loads += (loads.empty() ? "" : " ") + cell(std::round(l.get<double>() * 1000) / 1000);
-      row["router_load"] = loads.empty() ? "-" : loads;
-    }
   put_rows(rows, o);
   return 0;
 }
 
-/// What cost, verify, bench and init work on: a checkpoint, or a shape in one or several architectures.
+/// What cost, verify and bench work on: a checkpoint, or a shape in one or several architectures.
 struct Subject {
   Config config;
-  std::optional<Model> model;
+  std::optional<Model> model;  ///< of the checkpoint; random weights are made when needed
+
+  const Model& get(const Options& o) {
+    if (!model) model = random_model(config, dtype_of(o.dtype), o.seed);
+    return *model;
+  }
 };
 
-std::vector<Subject> subjects(const Options& o, const std::string& shape, bool all_archs) {
+std::vector<Subject> subjects(const Options& o, const std::string& shape, const std::string& default_archs) {
   std::vector<Subject> out;
+  const ShapeOptions& s = o.shape_options;
   if (!o.model.empty()) {
-    if (!o.shape.empty() || !o.arch.empty() || o.shape_options.layers || o.shape_options.window)
+    if (!o.shape.empty() || !o.arch.empty() || s.layers || s.window)
       throw Usage("give either a MODEL or --shape, --arch, --layers, --window");
     Model m = load_model(o.model);
-    if (o.shape_options.loops) set_loops(m.config, o.shape_options.loops);
+    set_loops(m.config, s.loops);
     const Config c = m.config;
     out.push_back({c, std::move(m)});
     return out;
   }
-  std::vector<std::string> names = words(o.arch);
-  if (names.empty())  // by default those that take the overrides
-    for (const Arch& a : archs())
-      if ((all_archs || out.empty()) && (!o.shape_options.loops || takes_loops(&a)) &&
-          (!o.shape_options.window || takes_window(a))) {
-        names.push_back(a.name);
-        if (!all_archs) break;
-      }
-  for (const std::string& name : names)
-    out.push_back({make_config(o.shape.empty() ? shape : o.shape, name, o.shape_options), {}});
+  std::istringstream names(o.arch.empty() ? default_archs : o.arch);
+  for (std::string name; std::getline(names, name, ',');) {
+    const Arch* a = find_arch(name);  // of the default ones, those that take the overrides
+    if (o.arch.empty() && ((s.loops && !a->takes_loops()) || (s.window && !a->takes_window()))) continue;
+    out.push_back({make_config(o.shape.empty() ? shape : o.shape, name, s), {}});
+  }
   return out;
+}
+
+std::string all_archs() {
+  std::string names;
+  for (const Arch& a : archs()) names += (names.empty() ? "" : ",") + std::string(a.name);
+  return names;
 }
 
 /// "80GB", "24GiB", "512MB", or bytes. MB and GB are 2^20 and 2^30 bytes, as in the paper's tables.
 Index memory_size(const std::string& text) {
-  std::size_t used = 0;
-  double number = -1;
-  try {
-    number = std::stod(text, &used);
-  } catch (const std::exception&) {
-  }
-  const std::string unit = text.substr(used);
-  const std::map<std::string, double> units{{"", 1},          {"B", 1},        {"MB", 1 << 20},
-                                            {"MiB", 1 << 20}, {"GB", 1 << 30}, {"GiB", 1 << 30}};
-  if (!units.count(unit) || !std::isfinite(number) || number <= 0 || number * units.at(unit) > 0x1p60)
-    throw Usage("--memory: expected a size like 80GB, found '" + text + "'");
-  return static_cast<Index>(number * units.at(unit));
+  char* unit = nullptr;
+  const double number = std::strtod(text.c_str(), &unit);
+  const std::map<std::string, double> units{
+      {"", 1}, {"B", 1}, {"MB", 1 << 20}, {"MiB", 1 << 20}, {"GB", 1 << 30}, {"GiB", 1 << 30}};
+  const double bytes = units.count(unit) ? number * units.at(unit) : -1;
+  if (!(bytes >= 1 && bytes <= 0x1p60)) throw Usage("--memory: expected a size like 80GB, found '" + text + "'");
+  return static_cast<Index>(bytes);
 }
 
 inline constexpr Index N_limit = Index{1} << 40;      ///< tokens that cost answers for
@@ -2514,98 +2413,77 @@ inline constexpr Index batch_limit = Index{1} << 20;  ///< sequences
 
 /// The smallest N from which on a prefill of `c` costs less than one of `other`; null when that is never.
 Json crossover(const Config& c, const Config& other) {
-  const auto dearer = [&](Index N) { return prefill_flops(c, N) >= prefill_flops(other, N); };
-  if (dearer(N_limit)) return nullptr;
-  return largest(N_limit, [&](Index N) { return N == 0 || dearer(N); }) + 1;
+  const auto dearer = [&](Index N) { return N == 0 || prefill_flops(c, N) >= prefill_flops(other, N); };
+  return dearer(N_limit) ? Json() : Json(largest(N_limit, dearer) + 1);
 }
 
 /// `yocou cost`
 int cost(const Options& o) {
-  const std::vector<Subject> all = subjects(o, "1.3b", /*all_archs=*/true);
-  const std::vector<Index> Ns = integers(o.N_list.empty() ? "16384,65536,262144" : o.N_list, "-N", 1, N_limit);
+  std::vector<Subject> all = subjects(o, "1.3b", all_archs());
   std::optional<Config> yoco_u;  // the reference of the ratios, in the same shape
-  if (o.model.empty()) {
-    ShapeOptions options = o.shape_options;
-    const Index L = all[0].config.stages[0].layers * (all[0].config.stages.size() > 1 ? 2 : 1);
-    if (L % 2 == 0) yoco_u = make_config(o.shape.empty() ? "1.3b" : o.shape, "yoco-u", options);
-  }
+  if (o.model.empty() && o.shape_options.layers % 2 == 0)
+    yoco_u = make_config(o.shape.empty() ? "1.3b" : o.shape, "yoco-u", o.shape_options);
   const Index memory = o.memory.empty() ? 0 : memory_size(o.memory), s = o.kv_bytes, B = o.batch;
-  std::vector<Json> rows, table;
-  for (const Subject& subject : all)
-    for (const Index N : Ns) {
-      const Config& c = subject.config;
-      const Params p = count_params(c);
+  std::vector<Json> rows, table, orders;
+  for (const Subject& subject : all) {
+    const Config& c = subject.config;
+    const Params p = count_params(c);
+    const Arch* arch = find_arch(c.arch);
+    if (arch)
+      orders.push_back({{"arch", arch->name}, {"KV cache", arch->kv_cache}, {"prefill", arch->prefill},
+          {"decode, a step", arch->decode}});
+    for (const Index N : integers(o.N_list.empty() ? "16384,65536,262144" : o.N_list, "-N", 1, N_limit)) {
       const Exact kv = Exact(B) * cache_bytes(c, N, s), prefill = Exact(B) * prefill_flops(c, N),
                   step = Exact(B) * decode_flops(c, N);
-      Json row = {{"arch", c.arch},
-                  {"N", N},
-                  {"batch", B},
-                  {"cache_bytes", kv.v},
-                  {"prefill_flops", prefill.v},
-                  {"decode_flops", step.v},
-                  {"params", p.params.v},
-                  {"active_params", p.active.v},
-                  {"embed_params", p.embed.v},
-                  {"head_params", p.head.v},
-                  {"decode_bytes", decode_bytes(c, N, B, 2, s).v}};
-      const auto ratio = [&](const Exact& mine, const Exact& reference) {
-        return Json(static_cast<double>(mine) / static_cast<double>(reference));
-      };
+      const Exact read = decode_bytes(c, N, B, /*weight bytes=*/2, s);
+      Json row = {{"arch", c.arch}, {"N", N}, {"batch", B}, {"cache_bytes", kv.v}, {"prefill_flops", prefill.v},
+          {"decode_flops", step.v}, {"params", p.params.v}, {"active_params", p.active.v}, {"embed_params", p.embed.v},
+          {"head_params", p.head.v}, {"decode_bytes", read.v}};
+      const auto in = [](const Exact& v, double unit) { return static_cast<double>(v) / unit; };
+      Json line = {{"arch", c.arch}, {"N", N}, {"params M", in(p.params, 1e6)}, {"active M", in(p.active, 1e6)},
+          {"KV MB", in(kv, 0x1p20)}, {"prefill TFLOP", in(prefill, 1e12)}, {"decode GFLOP", in(step, 1e9)},
+          {"decode GB", in(read, 1e9)}};
       if (yoco_u) {
-        row["cache_ratio"] = ratio(kv, Exact(B) * cache_bytes(*yoco_u, N, s));
-        row["prefill_ratio"] = ratio(prefill, Exact(B) * prefill_flops(*yoco_u, N));
-        row["decode_ratio"] = ratio(step, Exact(B) * decode_flops(*yoco_u, N));
-        row["prefill_crossover_N"] = crossover(*yoco_u, c);
+        line["KV x"] = row["cache_ratio"] = in(kv, static_cast<double>(Exact(B) * cache_bytes(*yoco_u, N, s)));
+        line["prefill x"] = row["prefill_ratio"] =
+            in(prefill, static_cast<double>(Exact(B) * prefill_flops(*yoco_u, N)));
+        line["decode x"] = row["decode_ratio"] = in(step, static_cast<double>(Exact(B) * decode_flops(*yoco_u, N)));
+        line["yoco-u cheaper from"] = row["prefill_crossover_N"] = crossover(*yoco_u, c);
       }
       if (memory) {  // weights in two bytes, and the caches
         const Exact weights = 2 * (p.params + p.embed + p.head);
-        row["max_N"] =
-            largest(N_limit, [&](Index n) { return weights + Exact(B) * cache_bytes(c, n, s) <= Exact(memory); });
-        row["max_batch"] =
-            largest(batch_limit, [&](Index b) { return weights + Exact(b) * cache_bytes(c, N, s) <= Exact(memory); });
-        if (weights > Exact(memory)) row["max_N"] = row["max_batch"] = 0;
+        const auto fits = [&](Index batch, Index n) {
+          return weights + Exact(batch) * cache_bytes(c, n, s) <= Exact(memory);
+        };
+        line["max N"] = row["max_N"] = fits(B, 0) ? largest(N_limit, [&](Index n) { return fits(B, n); }) : 0;
+        line["max batch"] = row["max_batch"] =
+            fits(1, N) ? largest(batch_limit, [&](Index b) { return fits(b, N); }) : 0;
       }
-      if (const Arch* a = find_arch(c.arch))
-        row["kv_big_o"] = a->kv_cache, row["prefill_big_o"] = a->prefill, row["decode_big_o"] = a->decode;
-      Json line = {{"arch", c.arch},
-                   {"N", N},
-                   {"params M", static_cast<double>(p.params) / 1e6},
-                   {"active M", static_cast<double>(p.active) / 1e6},
-                   {"KV MB", static_cast<double>(kv) / 0x1p20},
-                   {"prefill TFLOP", static_cast<double>(prefill) / 1e12},
-                   {"decode GFLOP", static_cast<double>(step) / 1e9},
-                   {"decode GB", row["decode_bytes"].get<double>() / 1e9}};
-      if (yoco_u)
-        line["KV x"] = row["cache_ratio"], line["prefill x"] = row["prefill_ratio"],
-        line["decode x"] = row["decode_ratio"], line["yoco-u cheaper from"] = row["prefill_crossover_N"];
-      if (memory) line["max N"] = row["max_N"], line["max batch"] = row["max_batch"];
+      if (arch)
+        row["kv_big_o"] = arch->kv_cache, row["prefill_big_o"] = arch->prefill, row["decode_big_o"] = arch->decode;
       rows.push_back(std::move(row)), table.push_back(std::move(line));
     }
+  }
   if (o.json || o.csv) return put_rows(rows, o), 0;
   put_rows(table, o);
-  std::vector<Json> big_o;
-  for (const Subject& subject : all)
-    if (const Arch* a = find_arch(subject.config.arch))
-      big_o.push_back(
-          {{"arch", a->name}, {"KV cache", a->kv_cache}, {"prefill", a->prefill}, {"decode, a step", a->decode}});
   put("\nKV MB = 2^20 bytes, " + std::to_string(s) + " a number; batch " + std::to_string(B) +
       "; x: relative to yoco-u\n\n");
-  if (!big_o.empty()) put_rows(big_o, o);
+  put_rows(orders, o);
   return 0;
 }
 
 /// Tokens that mean nothing, for measuring.
-std::vector<int> random_tokens(const Config& c, Index n, std::uint64_t seed) {
-  std::mt19937_64 random(seed);
+std::vector<int> random_tokens(const Config& c, Index n, Index seed) {
+  std::mt19937_64 random(static_cast<std::uint64_t>(seed));
   std::vector<int> tokens(static_cast<std::size_t>(n));
   for (int& t : tokens) t = static_cast<int>(random() % static_cast<std::uint64_t>(c.vocab_size));
   return tokens;
 }
 
 /// One comparison of `verify`.
-Json check(const char* quantity, const std::string& arch, Index N, const Exact& formula, std::uint64_t measured) {
-  return {{"quantity", quantity}, {"arch", arch},         {"N", N},
-          {"formula", formula.v}, {"measured", measured}, {"equal", formula.v == measured}};
+Json check(const char* quantity, const Config& c, Index N, const Exact& formula, Index measured) {
+  return {{"quantity", quantity}, {"arch", c.arch}, {"N", N}, {"formula", formula.v}, {"measured", measured},
+      {"equal", formula == Exact(measured)}};
 }
 
 /// Really runs a prefill of N tokens and `steps` decode steps and holds what the operations and the arena counted
@@ -2614,203 +2492,185 @@ void verify_run(const Model& m, const Options& o, Index N, std::vector<Json>& ro
   const Config& c = m.config;
   const Index B = o.batch, s = size_of(kv_dtype(o));
   const auto engine = make_engine(m, o, std::max(std::min(o.chunk, N), B), N + o.steps, B);
+  const auto flops = [&] { return static_cast<Index>(engine->counters.flops); };
+  const auto add = [&](const char* quantity, Index n, const Exact& formula, Index measured) {
+    rows.push_back(check(quantity, c, n, formula, measured));
+  };
   std::vector<int> sequences;
   std::vector<float> logits(static_cast<std::size_t>(B * c.vocab_size));
-  for (Index b = 0; b < B; ++b) {
-    sequences.push_back(engine->open());
-    prefill(*engine, sequences.back(), random_tokens(c, N, static_cast<std::uint64_t>(b)), o.chunk, logits.data());
-  }
-  const auto add = [&](const char* quantity, Index n, const Exact& formula, Index measured) {
-    rows.push_back(check(quantity, c.arch, n, formula, static_cast<std::uint64_t>(measured)));
-  };
-  Exact cross = 0, global = 0, rings = 0;
+  Exact cross = 0, global = 0, rings = 0;  // rows through the cross-decoder, rows of K^, V^ a token, bytes of the rings
   for (const Stage& g : c.stages) {
     if (g.attention == Attention::window) rings += Exact(B) * g.layers * g.loops * g.window * 2 * c.kv_dim() * s;
     if (g.attention != Attention::shared) continue;
     cross = Exact(B) * (g.refresh_kv ? Exact(g.loops - 1) * N + 1 : Exact(g.loops));
     global = Exact(B) * (g.refresh_kv ? g.loops : 1);
   }
+  for (Index b = 0; b < B; ++b) sequences.push_back(engine->open());
+  add("ring_bytes", 0, rings, engine->cache_bytes());  // an empty sequence holds its rings, whole, and no block
+  for (Index b = 0; b < B; ++b) prefill(*engine, sequences[b], random_tokens(c, N, b), o.chunk, logits.data());
   add("cache_bytes_prefill", N, Exact(B) * cache_bytes(c, N, s), engine->cache_bytes());
-  add("prefill_flops", N, Exact(B) * prefill_flops(c, N), static_cast<Index>(engine->counters.flops));
+  add("prefill_flops", N, Exact(B) * prefill_flops(c, N), flops());
   add("cross_positions", N, cross, static_cast<Index>(engine->counters.cross_positions));
   add("global_rows", N, global * N, engine->global_rows());
   for (Index k = 0; k < o.steps; ++k) {
-    const Counters before = engine->counters;
-    decode(*engine, sequences, random_tokens(c, B, static_cast<std::uint64_t>(k)), logits.data());
-    add("decode_flops", N + k, Exact(B) * decode_flops(c, N + k),
-        static_cast<Index>((engine->counters - before).flops));
+    const Index before = flops();
+    decode(*engine, sequences, random_tokens(c, B, k), logits.data());
+    add("decode_flops", N + k, Exact(B) * decode_flops(c, N + k), flops() - before);
   }
   add("cache_bytes_decode", N + o.steps, Exact(B) * cache_bytes(c, N + o.steps, s), engine->cache_bytes());
   add("global_rows", N + o.steps, global * (N + o.steps), engine->global_rows());
-  for (const int sequence : sequences) engine->close(sequence);
-  for (Index b = 0; b < B; ++b)
-    sequences[b] = engine->open();  // an empty sequence holds its rings, whole, and no block
-  add("ring_bytes", N, rings, engine->cache_bytes());
 }
 
 /// Allocates the caches of N tokens, touched, without weights or tokens. A cell that does not fit is a row that says so.
 Json verify_allocation(const Config& c, const Options& o, Index N) {
   const Exact formula = Exact(o.batch) * cache_bytes(c, N, size_of(kv_dtype(o)));
-  const Index available = available_memory();
-  if (formula > Exact(available)) {
-    Json row = {{"quantity", "cache_bytes_prefill"},
-                {"arch", c.arch},
-                {"N", N},
-                {"formula", formula.v},
-                {"measured", nullptr},
-                {"equal", nullptr}};
-    row["note"] = "does not fit: " + std::to_string(available) + " bytes are available";
-    return row;
-  }
+  const Index available = available_memory(), before = resident_memory();
   Arena arena;
-  const Plan plan(c);
   std::vector<Cache> caches;
-  const Index before = resident_memory();
-  for (Index b = 0; b < o.batch; ++b)
-    for (const Plan::Entry& e : plan.caches) caches.emplace_back(arena, c, kv_dtype(o), e.window).grow(N);
-  Json row = check("cache_bytes_prefill", c.arch, N, formula, static_cast<std::uint64_t>(arena.live(Use::cache)));
-  row["note"] = "resident grew by " + std::to_string(resident_memory() - before);
+  if (formula <= Exact(available))
+    for (Index b = 0; b < o.batch; ++b)
+      for (const Plan::Entry& e : Plan(c).caches) caches.emplace_back(arena, c, kv_dtype(o), e.window).grow(N);
+  Json row = check("cache_bytes_prefill", c, N, formula, arena.live(Use::cache));
+  row["note"] = "resident memory grew by " + std::to_string(resident_memory() - before);
+  if (formula > Exact(available)) {
+    row["measured"] = row["equal"] = nullptr;
+    row["note"] = "does not fit: " + std::to_string(available) + " bytes are available";
+  }
   return row;
 }
 
 /// `yocou verify`
 int verify(const Options& o) {
   const std::vector<Index> Ns = integers(o.N_list.empty() ? "1,63,64,65,255,256,257,300" : o.N_list, "-N", 1, N_limit);
-  use_threads(o);
+  std::vector<Subject> all = subjects(o, "tiny", all_archs());
   std::vector<Json> rows;
   Progress progress("verify");
-  std::vector<Subject> all = subjects(o, "tiny", /*all_archs=*/true);
-  double done = 0;
+  Index done = 0;
   for (Subject& subject : all) {
-    if (!o.allocate_only && !subject.model)
-      subject.model = random_model(subject.config, dtype_of(o.dtype), static_cast<std::uint64_t>(o.seed));
-    if (subject.model) {
+    const Config& c = subject.config;
+    if (!o.allocate_only) {
       Index stored = 0;
-      for_each_tensor(subject.config, subject.model->weights,
-                      [&](const std::string& name, const Shape&, const Tensor& t) {
-                        if (name != "embed" && name != "head") stored += t.rows * t.cols;
-                      });
-      rows.push_back(check("params", subject.config.arch, 0, count_params(subject.config).params,
-                           static_cast<std::uint64_t>(stored)));
+      for_each_tensor(c, subject.get(o).weights, [&](const std::string& name, const Shape&, const Tensor& t) {
+        if (name != "embed" && name != "head") stored += t.rows * t.cols;
+      });
+      rows.push_back(check("params", c, 0, count_params(c).params, stored));
     }
     for (const Index N : Ns) {
-      if (interrupted) throw Interrupted{};
-      if (o.allocate_only) rows.push_back(verify_allocation(subject.config, o, N));
-      else verify_run(*subject.model, o, N, rows);
-      progress(++done, static_cast<double>(all.size() * Ns.size()));
+      if (o.allocate_only) rows.push_back(verify_allocation(c, o, N));
+      else verify_run(subject.get(o), o, N, rows);
+      progress(++done, std::ssize(all) * std::ssize(Ns));
     }
     if (o.model.empty()) subject.model.reset();
   }
   const auto differs = [](const Json& row) { return row["equal"] == false; };
-  const auto unequal = std::count_if(rows.begin(), rows.end(), differs);
+  const auto unequal = std::ranges::count_if(rows, differs);
   put_rows(rows, o, {{"resident_bytes", resident_memory()}});
   if (!o.json && !o.csv)
     put("\n" + std::to_string(rows.size()) + " comparisons, " + std::to_string(unequal) +
         " differ; the process holds " + std::to_string(resident_memory()) +
-        " bytes in memory now, program and libraries included\n");
+        " bytes in memory now, program, libraries and freed memory included\n");
   if (unequal) {
-    const Json& row = *std::find_if(rows.begin(), rows.end(), differs);
-    fail("verify: ", row["quantity"].get<std::string>(), " of ", row["arch"].get<std::string>(),
-         " at N = ", row["N"].dump(), ": formula ", row["formula"].dump(), ", measured ", row["measured"].dump(), "; ",
-         unequal, " rows differ");
+    const Json& row = *std::ranges::find_if(rows, differs);
+    fail("verify: ", unequal, " rows differ, the first ", cell(row["quantity"]), " of ", cell(row["arch"]),
+        " at N = ", cell(row["N"]), ": formula ", cell(row["formula"]), ", measured ", cell(row["measured"]));
   }
   return 0;
+}
+
+/// Seconds of several runs, their middle and how far they lie apart.
+struct Timing {
+  std::vector<double> seconds;
+  double median() const {
+    std::vector<double> v = seconds;
+    std::ranges::sort(v);
+    return (v[v.size() / 2] + v[(v.size() - 1) / 2]) / 2;
+  }
+  double spread() const { return (std::ranges::max(seconds) - std::ranges::min(seconds)) / median(); }
+};
+
+/// One cell of `bench`: `runs` times a prefill of the batch and decode steps, after which rows says how fast they were.
+void bench_run(const Model& m, const Options& o, Index N, const Limits& limits, std::vector<Json>& rows,
+    const std::function<void(Index)>& progress) {
+  const Config& c = m.config;
+  const Index B = o.batch;
+  const auto engine = make_engine(m, o, std::max(std::min(o.chunk, N), B), N + o.steps + 1, B);
+  std::vector<float> logits(static_cast<std::size_t>(B * c.vocab_size));
+  Index kv = 0;
+  const auto add = [&](const char* phase, const Timing& t, Index tokens, const Counters& count) {
+    if (t.seconds.empty()) return;
+    const double gflops = 1e-9 * static_cast<double>(count.flops) / t.median(),
+                 gbs = 1e-9 * static_cast<double>(count.bytes) / t.median();
+    const double of_gemm = gflops / limits.gemm_gflops, of_read = gbs / limits.read_gbs;
+    rows.push_back({{"arch", c.arch}, {"N", N}, {"batch", B}, {"phase", phase},
+        {"tok_s", static_cast<double>(tokens) / t.median()}, {"spread", t.spread()}, {"gflop_s", gflops}, {"gb_s", gbs},
+        {"attainment", std::max(of_gemm, of_read)}, {"of_gemm", of_gemm}, {"of_read", of_read}, {"kv_bytes", kv}});
+  };
+  Timing prefills, decodes;
+  Counters prefilled, decoded;
+  const auto run = [&] {
+    std::vector<int> sequences;
+    const Counters before = engine->counters;
+    auto start = Clock::now();
+    for (Index b = 0; b < B; ++b) {
+      sequences.push_back(engine->open());
+      prefill(*engine, sequences.back(), random_tokens(c, N, b), o.chunk, logits.data(),
+          [&](Index done) { progress((b * N + done) / B); });
+    }
+    prefills.seconds.push_back(seconds_since(start));
+    prefilled = engine->counters - before;
+    kv = engine->cache_bytes();
+    decode(*engine, sequences, random_tokens(c, B, 1), logits.data());  // warm
+    const Counters warm = engine->counters;
+    start = Clock::now();
+    for (Index k = 0; k < o.steps; ++k) decode(*engine, sequences, random_tokens(c, B, k), logits.data());
+    decodes.seconds.push_back(seconds_since(start));
+    decoded = engine->counters - warm;
+    for (const int sequence : sequences) engine->close(sequence);
+  };
+  try {
+    for (Index i = 0; i < o.runs; ++i) run();
+  } catch (const Interrupted&) {  // the runs that ended still count
+  }
+  add("prefill", prefills, B * N, prefilled);
+  add("decode", decodes, B * o.steps, decoded);
 }
 
 /// `yocou bench`
 int bench(const Options& o) {
   const std::vector<Index> Ns = integers(o.N_list.empty() ? "1024,4096,16384" : o.N_list, "-N", 1, N_limit);
-  use_threads(o);
-  std::vector<Subject> all = subjects(o, "small", /*all_archs=*/false);
+  std::vector<Subject> all = subjects(o, "small", "yoco-u");
+  if (o.threads) omp_set_num_threads(static_cast<int>(o.threads));
   const Limits limits = measure_limits();
-  const Json machine = {{"cpu", cpu_name()},
-                        {"threads", omp_get_max_threads()},
-                        {"build", build_name()},
-                        {"version", version},
-                        {"device", o.device},
-                        {"weights", o.model.empty() ? o.dtype : "as stored"},
-                        {"kv_dtype", kv_dtype(o) == Dtype::bf16 ? "bf16" : "f32"},
-                        {"chunk", o.chunk},
-                        {"gemm_gflop_s", limits.gemm_gflops},
-                        {"read_gb_s", limits.read_gbs}};
   std::vector<Json> rows;
   Progress progress("bench");
-  double done = 0;
-  const double total = static_cast<double>(all.size() * Ns.size()) * static_cast<double>(o.runs);
+  const Index sum = std::accumulate(Ns.begin(), Ns.end(), Index{0}) * o.runs * std::ssize(all);
+  Index before = 0;  // tokens of the cells that are done
   for (Subject& subject : all) {
-    if (!subject.model)
-      subject.model = random_model(subject.config, dtype_of(o.dtype), static_cast<std::uint64_t>(o.seed));
-    const Config& c = subject.model->config;
     for (const Index N : Ns) {
-      const Index B = o.batch;
-      const auto engine = make_engine(*subject.model, o, std::max(std::min(o.chunk, N), B), N + o.steps + 1, B);
-      std::vector<float> logits(static_cast<std::size_t>(B * c.vocab_size));
-      std::vector<double> prefill_s, decode_s;
-      Counters prefilled, decoded;
-      Index kv = 0;
-      for (Index run = 0; run < o.runs && !interrupted; ++run) {
-        std::vector<int> sequences;
-        const Counters start_count = engine->counters;
-        auto start = Clock::now();
-        for (Index b = 0; b < B; ++b) {
-          const std::vector<int> tokens = random_tokens(c, N, static_cast<std::uint64_t>(b));
-          sequences.push_back(engine->open());
-          for (Index i = 0; i < N && !interrupted; i += o.chunk) {
-            const Index n = std::min(o.chunk, N - i);
-            const Segment part{sequences[b], std::span(tokens).subspan(i, n), i + n == N ? Logits::last : Logits::none};
-            engine->forward({&part, 1}, logits.data());
-            progress(done + static_cast<double>(b * N + i + n) / static_cast<double>(B * N), total);
-          }
-        }
-        if (interrupted) break;
-        prefill_s.push_back(seconds_since(start));
-        prefilled = engine->counters - start_count;
-        kv = engine->cache_bytes();
-        decode(*engine, sequences, random_tokens(c, B, 1), logits.data());  // warm
-        const Counters step_count = engine->counters;
-        start = Clock::now();
-        for (Index k = 0; k < o.steps; ++k) decode(*engine, sequences, random_tokens(c, B, 1), logits.data());
-        decode_s.push_back(seconds_since(start));
-        decoded = engine->counters - step_count;
-        for (const int sequence : sequences) engine->close(sequence);
-        ++done;
-      }
-      const auto add = [&](const char* phase, const std::vector<double>& seconds, Index tokens, const Counters& count) {
-        if (seconds.empty()) return;
-        const double t = median(seconds), gflops = 1e-9 * static_cast<double>(count.flops) / t,
-                     gbs = 1e-9 * static_cast<double>(count.bytes) / t;
-        const double spread =
-            (*std::max_element(seconds.begin(), seconds.end()) - *std::min_element(seconds.begin(), seconds.end())) / t;
-        rows.push_back({{"arch", c.arch},
-                        {"N", N},
-                        {"batch", B},
-                        {"phase", phase},
-                        {"tok_s", static_cast<double>(tokens) / t},
-                        {"spread", spread},
-                        {"gflop_s", gflops},
-                        {"gb_s", gbs},
-                        {"attainment", std::max(gflops / limits.gemm_gflops, gbs / limits.read_gbs)},
-                        {"of_gemm", gflops / limits.gemm_gflops},
-                        {"of_read", gbs / limits.read_gbs},
-                        {"kv_bytes", kv}});
-      };
-      add("prefill", prefill_s, B * N, prefilled);
-      add("decode", decode_s, B * o.steps, decoded);
       if (interrupted) break;
+      Index done = 0, run = 0;
+      bench_run(subject.get(o), o, N, limits, rows, [&](Index tokens) {
+        run += tokens < std::exchange(done, tokens);
+        progress(before + run * N + tokens, sum);
+      });
+      before += N * o.runs;
     }
     if (o.model.empty()) subject.model.reset();
-    if (interrupted) break;
   }
-  if (!o.json) put("# " + machine.dump() + "\n");
-  if (!rows.empty() || o.json) put_rows(rows, o, {{"machine", machine}});
-  if (interrupted) throw Interrupted{};
+  const Json machine = {{"cpu", cpu_name()}, {"threads", omp_get_max_threads()}, {"build", build_name()},
+      {"version", version}, {"device", o.device}, {"weights", o.model.empty() ? o.dtype : "as stored"},
+      {"kv_dtype", kv_dtype(o) == Dtype::bf16 ? "bf16" : "f32"}, {"chunk", o.chunk},
+      {"gemm_gflop_s", limits.gemm_gflops}, {"read_gb_s", limits.read_gbs}};
+  if (!o.json) put("# " + dump(machine) + "\n");
+  put_rows(rows, o, {{"machine", machine}});
+  stop_if_interrupted();
   return 0;
 }
 
 /// `yocou init`
 int init(const Options& o) {
-  write_random_checkpoint(make_config(o.shape, o.arch.empty() ? "yoco-u" : o.arch, o.shape_options), dtype_of(o.dtype),
-                          static_cast<std::uint64_t>(o.seed), o.out);
+  write_random_checkpoint(
+      make_config(o.shape, o.arch.empty() ? "yoco-u" : o.arch, o.shape_options), dtype_of(o.dtype), o.seed, o.out);
   return 0;
 }
 
@@ -2818,174 +2678,183 @@ int init(const Options& o) {
 int show(const Options& o) {
   const Model m = load_model(o.model);
   std::vector<Json> tensors;
-  Index total = 0;
-  for (const StoredTensor& t : m.tensors) {
-    Json row = {{"name", t.name},
-                {"dtype", dtype_names[static_cast<int>(t.dtype)]},
-                {"shape", t.shape},
-                {"bytes", t.end - t.begin}};
-    if (!o.json) row["shape"] = shape_text(t.shape);
-    tensors.push_back(std::move(row));
-    total += t.end - t.begin;
-  }
-  if (o.json) return put_json(Json{{"config", config_json(m.config)}, {"tensors", tensors}}), 0;
+  for (const StoredTensor& t : m.tensors)
+    tensors.push_back({{"name", t.name}, {"dtype", dtype_names[static_cast<std::size_t>(t.dtype)]}, {"shape", t.shape},
+        {"bytes", t.end - t.begin}});
+  if (o.json) return put(dump({{"config", config_json(m.config)}, {"tensors", tensors}}) + "\n"), 0;
   put(config_json(m.config).dump(2) + "\n\n");
   put_rows(tensors, o);
   const Params p = count_params(m.config);
-  put("\n" + std::to_string(tensors.size()) + " tensors, " + std::to_string(total) + " bytes; parameters " +
-      to_string(p.params) + " (active " + to_string(p.active) + "), embedding " + to_string(p.embed) + ", head " +
-      to_string(p.head) + "\n");
+  put("\n" + std::to_string(tensors.size()) + " tensors, " + std::to_string(m.tensors.back().end) +
+      " bytes; parameters " + to_string(p.params) + " (active " + to_string(p.active) + "), embedding " +
+      to_string(p.embed) + ", head " + to_string(p.head) + "\n");
   return 0;
 }
 
 /// Declares the command line: an option's name, help, default and check live here and nowhere else.
 void declare(CLI::App& app, Options& o, std::function<int()>& chosen) {
-  const CLI::Validator at_least_0(
-      [](std::string& s) { return CLI::Range(Index{0}, std::numeric_limits<Index>::max())(s); }, "");
-  const auto number = [](double low, double high, bool open) {
+  const auto whole = [](auto low, auto high) {  // decimal digits only: CLI11 alone would read 010 as 8 and cut off 2^64
+    return CLI::Validator(
+        [=](std::string& s) {
+          auto v = low;
+          const auto [end, error] = std::from_chars(s.data(), s.data() + s.size(), v);
+          const bool good = error == std::errc() && end == s.data() + s.size() && v >= low && v <= high;
+          s = good ? std::to_string(v) : s;
+          return good ? ""
+                      : "'" + s + "' is not an integer from " + std::to_string(low) + " to " + std::to_string(high);
+        },
+        "");
+  };
+  const auto number = [](const char* range, auto good) {
     return CLI::Validator(
         [=](std::string& s) {
           char* end = nullptr;
           const double v = std::strtod(s.c_str(), &end);
-          const bool good = end && !*end && !s.empty() && std::isfinite(v) && (open ? v > low : v >= low) && v <= high;
-          return good ? std::string() : "'" + s + "' is not a number in range";
+          return !s.empty() && !*end && std::isfinite(v) && good(v) ? "" : "'" + s + "' is not a number " + range;
         },
         "");
   };
+  const CLI::Validator filled([](std::string& s) { return std::string(s.empty() ? "must not be empty" : ""); }, "");
+  const auto any_seed = whole(std::uint64_t{0}, std::numeric_limits<std::uint64_t>::max());
   const auto command = [&](const char* name, const char* help, const char* example, int (*run)(const Options&)) {
     CLI::App* c = app.add_subcommand(name, help);
-    c->footer(std::string("Example: ") + example);
+    c->footer(std::string("Example: yocou ") + name + " " + example);
     c->callback([&o, &chosen, run] { chosen = [&o, run] { return run(o); }; });
     return c;
   };
   const auto model = [&](CLI::App* c, bool required) {
     c->add_option("MODEL", o.model, "a checkpoint (.safetensors)")->required(required);
   };
-  const auto shape = [&](CLI::App* c, const char* shape_default, const char* arch_help) {
-    c->add_option("--shape", o.shape, std::string("1.3b, 10b-moe, small or tiny") + shape_default)
-        ->check(CLI::IsMember({"1.3b", "10b-moe", "small", "tiny"}));
-    c->add_option("--arch", o.arch, arch_help);
-    c->add_option("--layers", o.shape_options.layers, "L, in place of the shape's")->check(CLI::Range(1, 4096));
-    c->add_option("--window", o.shape_options.window, "W, in place of the shape's")->check(CLI::Range(Index{1}, most));
-  };
   const auto loops = [&](CLI::App* c) {
-    c->add_option("--loops", o.shape_options.loops, "T of the looped stage")->check(CLI::Range(1, 4096));
+    c->add_option("--loops", o.shape_options.loops, "T of the looped stage")->transform(whole(Index{1}, Index{4096}));
   };
   const auto loops_list = [&](CLI::App* c) {
-    c->add_option("--loops", o.loops_list, "T of the looped stage, one or several: 1,2,3");
+    c->add_option("--loops", o.loops_list, "T of the looped stage, one or several: 1,2,3")->check(filled);
+  };
+  const auto shape = [&](CLI::App* c, const std::string& otherwise, const char* archs_help) {
+    c->add_option("--shape", o.shape, "1.3b, 10b-moe, small or tiny" + otherwise)
+        ->check(CLI::IsMember({"1.3b", "10b-moe", "small", "tiny"}));
+    c->add_option("--arch", o.arch, std::string(archs_help) + ": " + all_archs())->check(filled);
+    c->add_option("--layers", o.shape_options.layers, "L, in place of the shape's")
+        ->transform(whole(Index{1}, Index{4096}));
+    c->add_option("--window", o.shape_options.window, "W, in place of the shape's")->transform(whole(Index{1}, most));
+    loops(c);
   };
   const auto running = [&](CLI::App* c) {
     c->add_option("--device", o.device, "cpu or cuda")->capture_default_str()->check(CLI::IsMember({"cpu", "cuda"}));
-    c->add_option("--chunk", o.chunk, "tokens a prefill pass")
-        ->capture_default_str()
-        ->check(CLI::Range(Index{1}, most));
+    c->add_option("--chunk", o.chunk, "tokens a prefill pass")->capture_default_str()->transform(whole(Index{1}, most));
     c->add_option("--threads", o.threads, "0: as many as the machine has")
         ->capture_default_str()
-        ->check(CLI::Range(0, 1024));
-    c->add_option("--kv-dtype", o.kv_dtype, "type of cached numbers, f32 or bf16 (default f32, cuda bf16)")
+        ->transform(whole(Index{0}, Index{1024}));
+    c->add_option("--kv-dtype", o.kv_dtype, "type of cached numbers, f32 or bf16 (default f32, on cuda bf16)")
         ->check(CLI::IsMember({"f32", "bf16"}));
   };
   const auto json = [&](CLI::App* c) { return c->add_flag("--json", o.json, "JSON on stdout"); };
   const auto rows = [&](CLI::App* c) { c->add_flag("--csv", o.csv, "CSV on stdout")->excludes(json(c)); };
-  const auto random = [&](CLI::App* c) {
-    c->add_option("--seed", o.seed, "of the random weights")->capture_default_str()->check(at_least_0);
+  const auto dtype = [&](CLI::App* c) {
+    c->add_option("--seed", o.seed, "of the random weights")->capture_default_str()->transform(any_seed);
     c->add_option("--dtype", o.dtype, "of the random weights: f32, bf16 or f16")
         ->capture_default_str()
         ->check(CLI::IsMember({"f32", "bf16", "f16"}));
   };
-  const auto sizes = [&](CLI::App* c, const char* Ns) {
-    c->add_option("-N", o.N_list, std::string("tokens, one or several (default ") + Ns + ")");
-    c->add_option("--batch", o.batch, "sequences")->capture_default_str()->check(CLI::Range(Index{1}, batch_limit));
+  const auto sizes = [&](CLI::App* c, const std::string& Ns) {
+    c->add_option("-N", o.N_list, "tokens, one or several (default " + Ns + ")")->check(filled);
+    c->add_option("--batch", o.batch, "sequences")->capture_default_str()->transform(whole(Index{1}, batch_limit));
   };
 
   auto* c = command("generate", "Continue a text, streaming it",
-                    "yocou generate data/austen.safetensors -p \"It was\" -n 200 --temperature 0.8", generate);
+      "data/austen.safetensors -p \"It was\" -n 200 --temperature 0.8", generate);
   model(c, true), loops(c), running(c), json(c);
-  auto* prompt = c->add_option("-p,--prompt", o.prompt, "text to continue");
-  auto* prompt_file = c->add_option("--prompt-file", o.prompt_file, "file with the text to continue, any bytes");
-  prompt->excludes(prompt_file);
-  c->require_option(1, 0);
-  c->add_option("-n,--tokens", o.n, "tokens to add")->capture_default_str()->check(CLI::Range(Index{0}, most));
+  auto* prompt = c->add_option_group("prompt", "What to continue");
+  prompt->add_option("-p,--prompt", o.prompt, "a text");
+  prompt->add_option("--prompt-file", o.prompt_file, "a file, any bytes")->check(filled);
+  prompt->require_option(1);
+  c->add_option("-n,--tokens", o.n, "tokens to add")->capture_default_str()->transform(whole(Index{0}, most));
   c->add_option("--temperature", o.temperature, "0: always the likeliest token")
       ->capture_default_str()
-      ->check(number(0, 1e30, false));
-  c->add_option("--top-k", o.top_k, "draw from the k likeliest; 0: all")->capture_default_str()->check(at_least_0);
+      ->check(number("of at least 0", [](double v) { return v >= 0; }));
+  c->add_option("--top-k", o.top_k, "draw from the k likeliest; 0: all")
+      ->capture_default_str()
+      ->transform(whole(Index{0}, most));
   c->add_option("--top-p", o.top_p, "draw from the smallest set of this probability")
       ->capture_default_str()
-      ->check(number(0, 1, true));
-  c->add_option("--seed", o.seed, "of the sampler")->capture_default_str()->check(at_least_0);
+      ->check(number("above 0, at most 1", [](double v) { return v > 0 && v <= 1; }));
+  c->add_option("--seed", o.seed, "of the sampler")->capture_default_str()->transform(any_seed);
 
   c = command("score", "Bits per byte and perplexity of a text",
-              "yocou score data/austen.safetensors data/austen-heldout.txt --loops 1,2,3", score);
+      "data/austen.safetensors data/austen-heldout.txt --loops 1,2,3", score);
   model(c, true), loops_list(c), running(c), rows(c);
   c->add_option("FILE", o.file, "text, any bytes")->required();
   c->add_flag("--by-position", o.by_position, "also by position, in doubling ranges");
 
   c = command("eval", "Exact-match accuracy of greedy completions",
-              "yocou eval data/cups.safetensors data/cups.jsonl --by moves --loops 1,3", eval);
+      "data/cups.safetensors data/cups.jsonl --by moves --loops 1,3", eval);
   model(c, true), loops_list(c), running(c), rows(c);
   c->add_option("TASKS", o.file, "JSON lines {\"prompt\",\"answer\", ...}")->required();
-  c->add_option("--by", o.by, "field to group by");
+  c->add_option("--by", o.by, "field to group by")->check(filled);
 
-  c = command("logits", "Logits of given tokens, every position",
-              "yocou logits data/austen.safetensors --tokens 72,101,108 --json", logits);
+  c = command(
+      "logits", "Logits of given tokens, every position", "data/austen.safetensors --tokens 72,101,108 --json", logits);
   model(c, true), loops(c), running(c), json(c);
   c->add_option("--tokens", o.tokens, "token ids: 1,2,3");
-  c->add_option("--tokens-file", o.tokens_file, "file of token ids, separated by commas or white space");
+  c->add_option("--tokens-file", o.tokens_file, "a file of token ids, separated by commas or white space");
   c->add_option("--prefill", o.prefill, "run so many tokens as prefill, the rest one by one (default all)")
-      ->check(CLI::Range(Index{1}, most));
+      ->transform(whole(Index{1}, most));
   c->add_flag("--last", o.last, "the last position only, prefilled with the early stop");
 
   c = command("trace", "What each layer application does to the state",
-              "yocou trace data/austen.safetensors -p \"It was a dark night\"", trace);
+      "data/austen.safetensors -p \"It was a dark night\"", trace);
   model(c, true), loops(c), running(c), rows(c);
-  c->add_option("-p,--prompt", o.prompt, "text")->required();
+  c->add_option("-p,--prompt", o.prompt, "a text")->required();
 
   c = command("cost", "Parameters, cache bytes and FLOPs by formula",
-              "yocou cost --shape 1.3b --arch yoco-u,transformer -N 16384,262144", cost);
-  model(c, false), shape(c, " (default 1.3b)",
-                         "one or several, default all: yoco-u,yoco,transformer,ut,rins,upper-loop,upper-loop-unshared");
-  loops(c), sizes(c, "16384,65536,262144"), rows(c);
-  c->add_option("--kv-bytes", o.kv_bytes, "bytes of a cached number")->capture_default_str()->check(CLI::Range(1, 8));
-  c->add_option("--memory", o.memory, "a budget like 80GB: the largest N and batch that fit beside 2-byte weights");
+      "--shape 1.3b --arch yoco-u,transformer -N 16384,262144", cost);
+  model(c, false), shape(c, " (default 1.3b)", "one or several, default all"), sizes(c, "16384,65536,262144"), rows(c);
+  c->add_option("--kv-bytes", o.kv_bytes, "bytes of a cached number")
+      ->capture_default_str()
+      ->transform(whole(Index{1}, Index{8}));
+  c->add_option("--memory", o.memory, "a budget like 80GB: the largest N and batch that fit beside 2-byte weights")
+      ->check(filled);
 
-  c = command("verify", "Allocate and run, and compare with the formulas",
-              "yocou verify --shape tiny -N 1,64,257 --batch 2", verify);
-  model(c, false), shape(c, " (default tiny)", "one or several, default all"), loops(c), running(c),
-      sizes(c, "1,63,64,65,255,256,257,300"), random(c), rows(c);
+  c = command(
+      "verify", "Allocate and run, and compare with the formulas", "--shape tiny -N 1,64,257 --batch 2", verify);
+  model(c, false), shape(c, " (default tiny)", "one or several, default all"), running(c),
+      sizes(c, "1,63,64,65,255,256,257,300"), dtype(c), rows(c);
   c->add_option("--steps", o.steps, "decode steps after the prefill")
       ->capture_default_str()
-      ->check(CLI::Range(1, 1000000));
+      ->transform(whole(Index{1}, Index{1000000}));
   c->add_flag("--allocate-only", o.allocate_only, "allocate the caches of N tokens, run nothing");
 
   c = command("bench", "Prefill and decode speed beside the machine's measured limits",
-              "yocou bench --shape small --arch yoco-u,transformer -N 1024,4096", bench);
-  model(c, false), shape(c, " (default small)", "one or several, default yoco-u"), loops(c), running(c),
-      sizes(c, "1024,4096,16384"), random(c), rows(c);
-  c->add_option("--steps", o.steps, "decode steps a run")->capture_default_str()->check(CLI::Range(1, 1000000));
+      "--shape small --arch yoco-u,transformer -N 1024,4096", bench);
+  model(c, false), shape(c, " (default small)", "one or several, default yoco-u"), running(c),
+      sizes(c, "1024,4096,16384"), dtype(c), rows(c);
+  c->add_option("--steps", o.steps, "decode steps a run")
+      ->capture_default_str()
+      ->transform(whole(Index{1}, Index{1000000}));
   c->add_option("--runs", o.runs, "runs, of which the median counts")
       ->capture_default_str()
-      ->check(CLI::Range(1, 1000));
+      ->transform(whole(Index{1}, Index{1000}));
 
-  c = command("init", "Write a checkpoint of random weights",
-              "yocou init --shape tiny --arch yoco-u -o tiny.safetensors", init);
-  shape(c, "", "default yoco-u"), loops(c), random(c);
+  c = command("init", "Write a checkpoint of random weights", "--shape tiny --arch yoco-u -o tiny.safetensors", init);
+  shape(c, "", "default yoco-u"), dtype(c);
   c->get_option("--shape")->required();
-  c->add_option("-o,--output", o.out, "file to write")->required();
+  c->add_option("-o,--output", o.out, "file to write")->required()->check(filled);
 
-  c = command("show", "Config, tensors, shapes, dtypes, sizes", "yocou show data/austen.safetensors", show);
+  c = command("show", "Config, tensors, shapes, dtypes, sizes", "data/austen.safetensors", show);
   model(c, true), json(c);
 }
 
 /// The program: 0 done, 1 bad input or failed check, 2 usage, 130 interrupted. One line on stderr when it is not 0.
 int run(std::vector<std::string> arguments) {
-  const auto complain = [](std::string line, int status) {
-    for (char& ch : line)
-      if (static_cast<unsigned char>(ch) < 32 || ch == 127) ch = '?';
-    std::fprintf(stderr, "yocou: %s\n", line.c_str());
+  const auto complain = [](const std::string& what, int status) {
+    TerminalText valid;
+    std::string line;
+    for (const char ch : what.substr(0, 500))
+      line += valid(static_cast<unsigned char>(ch) < 32 || ch == 127 ? '?' : ch);
+    std::fprintf(stderr, "yocou: %s%s\n", line.c_str(), what.size() > 500 ? "..." : "");
     return status;
   };
-  Eigen::setNbThreads(0);
   CLI::App app("Universal YOCO: the full forward pass, its caches and its costs", "yocou");
   Options options;
   std::function<int()> chosen;
@@ -2993,15 +2862,15 @@ int run(std::vector<std::string> arguments) {
     app.require_subcommand(1);
     app.set_version_flag("--version", std::string("yocou ") + version + " (" + build_name() + ")");
     declare(app, options, chosen);
-    for (std::size_t i = 0; i < arguments.size(); ++i)  // CLI11 takes "--prompt=" for a missing value
-      if (arguments[i] == "--prompt=")
-        arguments[i] = "--prompt", arguments.insert(arguments.begin() + static_cast<Index>(i) + 1, "");
-    std::reverse(arguments.begin(), arguments.end());
+    const auto empty = std::ranges::find(arguments, "--prompt=");  // CLI11 takes it for a missing value
+    if (empty != arguments.end()) *empty = "", arguments.insert(empty, "--prompt");
+    std::ranges::reverse(arguments);
     app.parse(arguments);
     return chosen();
   } catch (const CLI::ParseError& e) {
-    if (e.get_exit_code() == 0) return app.exit(e);
-    return complain(e.what(), 2);
+    if (e.get_exit_code() != 0) return complain(e.what(), 2);
+    app.exit(e);  // --help, --version
+    return std::cout.flush() ? 0 : complain("standard output cannot be written", 1);
   } catch (const Usage& e) {
     return complain(e.what(), 2);
   } catch (const Interrupted&) {
