@@ -102,7 +102,7 @@ inline __m256 exp8(__m256 x) {
   const __m256 shifted =
       _mm256_fmadd_ps(y, c(1.44269504f), c(12582912));   // + 1.5 * 2^23 rounds y / ln 2 to an integer n
   const __m256 n = _mm256_sub_ps(shifted, c(12582912));  // whose low bits `shifted` then ends in
-  const __m256 r = _mm256_fmadd_ps(n, c(1.42860677e-6f), _mm256_fmadd_ps(n, c(-0.693148613f), y));  // y - n ln 2
+  const __m256 r = _mm256_fmadd_ps(n, c(1.43241612e-6f), _mm256_fmadd_ps(n, c(-0.693148613f), y));  // y - n ln 2
   __m256 e = c(1.f / 5040);
   for (const float k : {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 0.5f, 1.f, 1.f}) e = _mm256_fmadd_ps(e, r, c(k));
   const __m256i power =
@@ -1951,7 +1951,7 @@ void put_rows(const std::vector<Json>& rows, const Options& o, Json more = Json:
       std::string& s = line[i];
       if (o.csv && s.find_first_of(",\"\n") != std::string::npos) {  // RFC 4180
         for (std::size_t q = 0; (q = s.find('"', q)) != std::string::npos; q += 2) s.insert(q, 1, '"');
-        s.insert(0, 1, '"'), s += '"';
+        s = '"' + s + '"';
       }
       std::size_t width = 0;
       for (const auto& other : lines) width = o.csv ? 0 : std::max(width, other[i].size());
