@@ -65,8 +65,8 @@ struct Launch {
 template <class... Parameter, class... Argument>
 void launch(const Launch& l, void (*kernel)(Parameter...), const Argument&... argument) {
   if (l.shared > 48 * 1024)
-    CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    int(l.shared)));
+    CUDA_CHECK(cudaFuncSetAttribute(
+        reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, int(l.shared)));
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -191,7 +191,7 @@ __device__ void wgmma_wait() {
 template <int N>
 __device__ void settle_registers(float (&d)[N]) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 /// D[64,64] += A[64,16] B[16,64], A from registers, B from shared memory by descriptor: K-major, or MN-major
@@ -204,11 +204,31 @@ __device__ void wgmma_rs(float (&d)[32], const uint32_t (&a)[4], uint64_t b, boo
       "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"
       "%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, add, 1, 1, %38;\n}"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
-        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
+      "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
+      "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(BMnMajor)));
 }
+/// D[64,128] += A[64,16] B[16,128], both K-major in shared memory.
+__device__ void wgmma_ss(float (&d)[64], uint64_t a, uint64_t b, bool accumulate) {
+  HOPPER_ASM(
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"
+      "%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,"
+      "%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, %64, %65, add, 1, 1, 0, 0;\n}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+      "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
+      "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
+      "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]),
+      "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),
+      "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
+      "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
+      "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+      : "l"(a), "l"(b), "r"(int(accumulate)));
+}
+/// Makes this thread's writes to shared memory visible to wgmma, which reads it another way [fence.proxy].
+__device__ void fence_proxy_async() { HOPPER_ASM("fence.proxy.async;" ::: "memory"); }
 #endif
 // clang-format on
 
@@ -312,9 +332,8 @@ __global__ void __launch_bounds__(128)
 ///   grid   n     block 256: a thread owns every 256th column; the second reading of the row hits L1
 ///   bytes  n D (4 + 2)     bound HBM
 ///   rung   one of one: fused into the next product it would save 6% of a decode layer's launches
-__global__ void __launch_bounds__(256)
-    rms_norm(const float* x /*[n,D]*/, const int* which /*or null: all*/, const float* gain /*[D]*/, Index D, float eps,
-             bf16* y /*[n,ld]*/, Index ld) {
+__global__ void __launch_bounds__(256) rms_norm(const float* x /*[n,D]*/, const int* which /*or null: all*/,
+    const float* gain /*[D]*/, Index D, float eps, bf16* y /*[n,ld]*/, Index ld) {
   grid_wait(), grid_launch();
   const float* row = x + (which ? which[blockIdx.x] : Index(blockIdx.x)) * D;
   float sum = 0;
@@ -369,8 +388,8 @@ struct Append {
 ///   bytes  n (4 H dh + 2 G dh (2 + s))     bound HBM
 ///   rung   one of one: the rotation and the append are one pass over the row
 template <class Kv>
-__global__ void __launch_bounds__(128) rotate_append(const Row* rows, const Span* spans, const float2* table,
-                                                     bf16* qkv /*[n,ld]*/, Append a, Keys cache, Keys recent) {
+__global__ void __launch_bounds__(128) rotate_append(
+    const Row* rows, const Span* spans, const float2* table, bf16* qkv /*[n,ld]*/, Append a, Keys cache, Keys recent) {
   grid_wait(), grid_launch();
   const Row r = rows[blockIdx.x];
   const Span s = spans[r.segment];
@@ -412,8 +431,27 @@ __global__ void __launch_bounds__(128) rotate_append(const Row* rows, const Span
 /// start[e] .. start[e+1] and W + e out ld.
 struct Groups {
   const int* start = nullptr;  ///< [E+1]; null: one group of n rows
+  int count = 1;               ///< E
   const int* order = nullptr;  ///< x's row of assignment i is order[i] / active; null: i
   int active = 1;
+};
+
+/// A tile of rows: `begin` .. at most `end`, of one group.
+struct GroupTile {
+  Index group, begin, end;
+  __device__ GroupTile(const Groups& g, Index n, Index tile, int height) : group(0), begin(tile * height), end(n) {
+    if (!g.start) return;
+    // groups have unknown numbers of tiles, ceil(n/height) + E at most in all: count until the tile's own group
+    for (Index first = 0; group < g.count; ++group) {
+      const Index start = g.start[group], rows = g.start[group + 1] - start, tiles = ceil_div(rows, height);
+      if (tile < first + tiles) {
+        begin = start + (tile - first) * height, end = start + rows;
+        return;
+      }
+      first += tiles;
+    }
+    begin = end;  // a spare block
+  }
 };
 
 enum class To : int { bf16, f32, add };  ///< y is BF16, float32, or float32 to be added to
@@ -426,7 +464,7 @@ __device__ void put_product(void* y, Index i, float v) {
 }
 
 /// product_tile -- y = x W^T, tile by tile; the general kernel. Twin: matmul().
-///   grid   (ceil(out/64), ceil(n/64), groups): a block owns 64 rows x 64 outputs of one group
+///   grid   (ceil(out/64), tiles of 64 rows): a block owns 64 rows x 64 outputs of one group
 ///   block  128 = 4 warps: a warp owns 32 x 32 as 2 x 4 tiles of mma.m16n8k16
 ///   shared 3 stages x (64 x 64 + 64 x 64) BF16 = 48 KB, filled by cp.async two steps ahead; 16-byte pieces of a row
 ///          are permuted by row % 8, so that ldmatrix meets no bank twice
@@ -435,13 +473,12 @@ __device__ void put_product(void* y, Index i, float v) {
 ///   needs  rows padded to 8 columns with zeros
 template <To to>
 __global__ void __launch_bounds__(128) product_tile(const bf16* x /*[n,ld]*/, const bf16* w /*[out,ld]*/, Index ld,
-                                                    void* y /*[n,ldy]*/, Index ldy, Index n, Index out, Groups groups) {
+    void* y /*[n,ldy]*/, Index ldy, Index n, Index out, Groups groups) {
   grid_wait(), grid_launch();
-  const Index group = blockIdx.z;
-  const Index begin = groups.start ? groups.start[group] : 0, end = groups.start ? groups.start[group + 1] : n;
-  const Index row0 = begin + Index(blockIdx.y) * 64, out0 = Index(blockIdx.x) * 64;
+  const GroupTile rows(groups, n, blockIdx.y, 64);
+  const Index row0 = rows.begin, end = rows.end, out0 = Index(blockIdx.x) * 64;
   if (row0 >= end) return;
-  w += group * out * ld;
+  w += rows.group * out * ld;
   bf16* memory = shared_memory<bf16>();
   const int thread = int(threadIdx.x), warp = thread / 32, lane = thread % 32;
   constexpr int stage_size = 2 * 64 * 64;
@@ -498,6 +535,74 @@ __global__ void __launch_bounds__(128) product_tile(const bf16* x /*[n,ld]*/, co
       }
 }
 
+/// product_wgmma -- y = x W^T on Hopper's tensor cores: prefill's experts, and all products where there is no cuBLASLt.
+/// Twin: matmul().
+///   grid   (ceil(out/128), tiles of 128 rows): a block owns 128 rows x 128 outputs of one group
+///   block  256 = 2 warpgroups: each owns 64 rows x 128 outputs, 64 accumulators a thread
+///   shared 4 stages x (128 x 64 + 128 x 64) BF16 = 128 KB. cp.async fills them two steps ahead, since TMA cannot gather
+///          the rows of x that were sent to an expert; it lays pieces where the 128-byte swizzle wants them
+///   bytes  x once per 128 outputs, W once per 128 rows     FLOP 2 n out in
+///   bound  tensor cores: 64 FLOP a byte of L2, and a product's steps overlap the next one's copies
+///   needs  rows padded to 8 columns with zeros
+///   rung   product_tile's mma.sync reaches some 60% of the tensor cores' rate, and reads W twice as often
+template <To to>
+__global__ void __launch_bounds__(256) product_wgmma(const bf16* x /*[n,ld]*/, const bf16* w /*[out,ld]*/, Index ld,
+    void* y /*[n,ldy]*/, Index ldy, Index n, Index out, Groups groups) {
+  grid_wait(), grid_launch();
+  const GroupTile rows(groups, n, blockIdx.y, 128);
+  const Index row0 = rows.begin, end = rows.end, out0 = Index(blockIdx.x) * 128;
+  if (row0 >= end) return;
+  w += rows.group * out * ld;
+  bf16* memory = shared_memory<bf16>();
+  const int thread = int(threadIdx.x), warpgroup = thread / 128, warp = thread / 32 % 4, lane = thread % 32;
+  constexpr int stages = 4, operand = 128 * 64;
+  Index xi[4];  // the rows of x that this thread copies: thread t has piece t % 8 of rows t / 8, + 32, + 64, + 96
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const Index i = row0 + thread / 8 + 32 * j;
+    xi[j] = i >= end ? -1 : groups.order ? groups.order[i] / groups.active : i;
+  }
+  const auto fetch = [&](Index step) {
+    const Index column = step * 64 + thread % 8 * 8;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int r = thread / 8 + 32 * j;
+      bf16* to_x = memory + step % stages * 2 * operand + r * 64 + (thread % 8 ^ r % 8) * 8;
+      cp_async16(to_x, x + xi[j] * ld + column, xi[j] >= 0 && column < ld);
+      cp_async16(to_x + operand, w + (out0 + r) * ld + column, out0 + r < out && column < ld);
+    }
+  };
+  float d[64] = {};
+  const Index steps = ceil_div(ld, 64);
+  for (Index s = 0; s < 2; ++s) {
+    if (s < steps) fetch(s);
+    cp_async_commit();
+  }
+  for (Index s = 0; s < steps; ++s) {
+    cp_async_wait<1>();
+    fence_proxy_async();
+    __syncthreads();  // stage s: written by all, read by all; both warpgroups are done with step s - 2
+    if (s + 2 < steps) fetch(s + 2);
+    cp_async_commit();
+    const bf16* a = memory + s % stages * 2 * operand + warpgroup * 64 * 64;
+    const bf16* b = memory + s % stages * 2 * operand + operand;
+    settle_registers(d);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) wgmma_ss(d, descriptor(a + k * 16), descriptor(b + k * 16), true);
+    wgmma_commit();
+    wgmma_wait<1>();  // step s - 1 is done, s runs on
+  }
+  wgmma_wait<0>();
+  cp_async_wait<0>();
+#pragma unroll
+  for (int i = 0; i < 64; ++i) {
+    const Index r = row0 + warpgroup * 64 + 16 * warp + lane / 4 + i / 2 % 2 * 8,
+                o = out0 + i / 4 * 8 + lane % 4 * 2 + i % 2;
+    if (r < end && o < out) put_product<to>(y, r * ldy + o, d[i]);
+  }
+}
+
 /// product_skinny -- y = x W^T for up to 8 Tiles rows: a decode step reads each weight once, so the weights' way to the
 /// tensor cores is all that counts. Twin: matmul().
 ///   grid   (ceil(out/16), groups): a block owns 16 rows of W
@@ -509,9 +614,8 @@ __global__ void __launch_bounds__(128) product_tile(const bf16* x /*[n,ld]*/, co
 ///   bound  HBM up to n of about 32 (n FLOP a byte against some 200)
 ///   rung   product_tile would read 64 rows' worth of x and fill 1/2 to 1/64 of its tile
 template <To to, int Tiles>
-__global__ void __launch_bounds__(256)
-    product_skinny(const bf16* x /*[n,ld]*/, const bf16* w /*[out,ld]*/, Index ld, void* y /*[n,ldy]*/, Index ldy,
-                   Index n, Index out, Groups groups) {
+__global__ void __launch_bounds__(256) product_skinny(const bf16* x /*[n,ld]*/, const bf16* w /*[out,ld]*/, Index ld,
+    void* y /*[n,ldy]*/, Index ldy, Index n, Index out, Groups groups) {
   grid_wait(), grid_launch();
   const Index group = blockIdx.y;
   const Index begin = groups.start ? groups.start[group] : 0, end = groups.start ? groups.start[group + 1] : n;
@@ -583,7 +687,7 @@ __global__ void __launch_bounds__(256)
 ///   bytes  4 n E + 8 n active     the largest are found one after another: each is the next in the order (logit
 ///          falling, index rising), so nothing need be marked as taken
 __global__ void __launch_bounds__(128) route(const float* logits /*[n,E]*/, Index n, int E, int active, bool normalize,
-                                             int* expert /*[n,active]*/, float* weight /*[n,active]*/) {
+    int* expert /*[n,active]*/, float* weight /*[n,active]*/) {
   grid_wait(), grid_launch();
   const Index i = Index(blockIdx.x) * 4 + threadIdx.x / 32;
   if (i >= n) return;
@@ -623,8 +727,8 @@ __global__ void __launch_bounds__(128) route(const float* logits /*[n,E]*/, Inde
 ///   grid   E: block e finds how many assignments have a lower expert, then writes its own in order
 ///   block  256
 ///   bytes  8 E n active, from L2: 4 us for 8,192 rows of 8 (an estimate)
-__global__ void __launch_bounds__(256) sort_by_expert(const int* expert, Index assignments, int* start /*[E+1]*/,
-                                                      int* order /*[n active]*/, int* place /*its inverse*/) {
+__global__ void __launch_bounds__(256) sort_by_expert(
+    const int* expert, Index assignments, int* start /*[E+1]*/, int* order /*[n active]*/, int* place /*its inverse*/) {
   grid_wait(), grid_launch();
   const int e = int(blockIdx.x), warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
   int* counts = shared_memory<int>();  // [2][8]
@@ -662,7 +766,7 @@ __global__ void __launch_bounds__(256) sort_by_expert(const int* expert, Index a
 ///   grid   n     block 128: a thread owns every 128th column
 ///   bytes  n D (2 active + 8)     bound HBM
 __global__ void __launch_bounds__(128) combine(const bf16* y /*[n active,ldy]*/, Index ldy, const int* place,
-                                               const float* weight, int active, Index D, float* x /*[n,D]*/) {
+    const float* weight, int active, Index D, float* x /*[n,D]*/) {
   grid_wait(), grid_launch();
   const Index i = blockIdx.x;
   for (Index c = threadIdx.x; c < D; c += 128) {
@@ -681,9 +785,8 @@ __global__ void __launch_bounds__(128) combine(const bf16* y /*[n active,ldy]*/,
 ///   bytes  K, V once per query head and row: H/G times, and n times, what attend_split and attend_tiles read
 ///   FLOP   4 dh a key
 template <class Kv>
-__global__ void __launch_bounds__(128)
-    attend(const Row* rows, const Span* spans, const bf16* q /*[n,ldq]*/, Index ldq, Keys keys, Index n, int heads,
-           int head_dim, float scale, bf16* out /*[n,ldo]*/, Index ldo) {
+__global__ void __launch_bounds__(128) attend(const Row* rows, const Span* spans, const bf16* q /*[n,ldq]*/, Index ldq,
+    Keys keys, Index n, int heads, int head_dim, float scale, bf16* out /*[n,ldo]*/, Index ldo) {
   grid_wait(), grid_launch();
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
   const Index item = Index(blockIdx.x) * 4 + warp;
@@ -745,10 +848,9 @@ inline constexpr int split_stages = 3;
 ///   needs  dh = DH in {64, 128}, R <= 16, BF16 caches whose unwritten rows are finite (0 x NaN would be NaN)
 ///   rung   attend reads K and V once per query head, and through L1 only
 template <int DH>
-__global__ void __launch_bounds__(128)
-    attend_split(const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map, const Row* rows,
-                 const bf16* q /*[n,ldq]*/, Index ldq, Keys keys, int heads, float scale_log2,
-                 float* part /*[n,H,S,DH+2]*/, bf16* out /*[n,ldo]*/, Index ldo) {
+__global__ void __launch_bounds__(128) attend_split(const __grid_constant__ CUtensorMap k_map,
+    const __grid_constant__ CUtensorMap v_map, const Row* rows, const bf16* q /*[n,ldq]*/, Index ldq, Keys keys,
+    int heads, float scale_log2, float* part /*[n,H,S,DH+2]*/, bf16* out /*[n,ldo]*/, Index ldo) {
   grid_wait(), grid_launch();
   constexpr int slabs = DH / 64, tile = 64 * 64, stage_size = 2 * slabs * tile;  // a slab: 64 rows x 64 columns
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
@@ -884,8 +986,8 @@ __global__ void __launch_bounds__(128)
 ///   grid   (H, n)     block DH: a thread owns one number
 ///   bytes  reads n H S (DH + 2) 4
 template <int DH>
-__global__ void __launch_bounds__(DH) attend_merge(const float* part /*[n,H,S,DH+2]*/, const Row* rows, int window,
-                                                   int splits, bf16* out /*[n,ldo]*/, Index ldo) {
+__global__ void __launch_bounds__(DH) attend_merge(
+    const float* part /*[n,H,S,DH+2]*/, const Row* rows, int window, int splits, bf16* out /*[n,ldo]*/, Index ldo) {
   grid_wait(), grid_launch();
   const Index h = blockIdx.x, i = blockIdx.y;
   const int c = int(threadIdx.x), position = rows[i].position;
@@ -920,10 +1022,9 @@ inline constexpr int tile_stages = 2;
 ///   needs  dh = DH in {64, 128}, BF16 keys in `recent` or paged layout, finite where unwritten
 ///   rung   attend reads every key once per query
 template <int DH>
-__global__ void __launch_bounds__(160)
-    attend_tiles(const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map, const Tile* work,
-                 const Span* spans, const bf16* q /*[n,ldq]*/, Index ldq, Keys keys, int heads, float scale_log2,
-                 bf16* out /*[n,ldo]*/, Index ldo) {
+__global__ void __launch_bounds__(160) attend_tiles(const __grid_constant__ CUtensorMap k_map,
+    const __grid_constant__ CUtensorMap v_map, const Tile* work, const Span* spans, const bf16* q /*[n,ldq]*/,
+    Index ldq, Keys keys, int heads, float scale_log2, bf16* out /*[n,ldo]*/, Index ldo) {
   grid_wait(), grid_launch();
   constexpr int slabs = DH / 64, tile = 64 * 64, stage_size = 2 * slabs * tile;
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
@@ -1116,8 +1217,8 @@ CUtensorMap tensor_map(void* base, Index rows, Index columns) {
   const cuuint64_t size[2] = {cuuint64_t(columns), cuuint64_t(rows)}, stride[1] = {cuuint64_t(columns * 2)};
   const cuuint32_t box[2] = {64, 64}, step[2] = {1, 1};
   CUtensorMap map{};
-  const CUresult status = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function)(
-      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, base, size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+  const CUresult status = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function)(&map,
+      CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, base, size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
       CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS)
     fail("CUDA: cuTensorMapEncodeTiled: error ", int(status), " for [", rows, ",", columns, "]");
@@ -1201,7 +1302,7 @@ class Library {
     if (!found->second.first) return false;
     const float one = 1, beta = p.to == To::add ? 1 : 0;
     const cublasStatus_t status = matmul_(handle_, &desc, &one, p.w, &a, p.x, &b, &beta, p.y, &c, p.y, &c,
-                                          &found->second.second, workspace_.get(), workspace_bytes, stream);
+        &found->second.second, workspace_.get(), workspace_bytes, stream);
     if (status != CUBLAS_STATUS_SUCCESS) fail("cuBLASLt: error ", int(status), " for n = ", p.n, ", out = ", p.out);
     return true;
   }
@@ -1366,14 +1467,14 @@ class CudaEngine final : public Engine {
   void grouped_product(const bf16* x, const Matrix& w, Index out, void* y, Index ldy, Index n, Groups groups);
   void norm(const float* x, const int* which, const Buffer<float>& gain, Index n) {
     launch(grid(n, 1, 1, 256, 32 * sizeof(float)), rms_norm, x, which, gain.get(), c_.dim, float(c_.norm_eps),
-           normed_.get(), padded(c_.dim));
+        normed_.get(), padded(c_.dim));
   }
   void ffn(const Matrix& gate_up, const Matrix& down, Index n, float* x);
   void append(const Rows& r, bf16* rows, Index ld, bool with_q, bool with_kv, bool rotate, Keys cache, bool to_cache,
-              Keys recent, bool to_recent);
+      Keys recent, bool to_recent);
   Keys keys_of(const Cache& cache, Keys::Layout layout, Index window, const Rows& r) const {
-    return {layout,      cache.k.get(),   cache.v.get(), page_table_.get(), table_stride_, r.n + r.segments * window,
-            int(window), int(c_.kv_heads)};
+    return {layout, cache.k.get(), cache.v.get(), page_table_.get(), table_stride_, r.n + r.segments * window,
+        int(window), int(c_.kv_heads)};
   }
 
   const Config c_;
@@ -1459,8 +1560,8 @@ Matrix CudaEngine::upload_matrix(const std::vector<Tensor>& parts, Index columns
             to[c] = __float2bfloat16(f);
           }
       }
-      CUDA_CHECK(cudaMemcpy(m.data.get() + row * m.ld(), host.data(), std::size_t(t.rows * m.ld()) * 2,
-                            cudaMemcpyHostToDevice));
+      CUDA_CHECK(cudaMemcpy(
+          m.data.get() + row * m.ld(), host.data(), std::size_t(t.rows * m.ld()) * 2, cudaMemcpyHostToDevice));
       row += t.rows;
     }
   return m;
@@ -1576,25 +1677,28 @@ void CudaEngine::product(const bf16* x, const Matrix& w, void* y, Index ldy, Ind
   ledger_.fixed.bytes += uint64_t(2 * w.rows * w.columns);
   if (n <= 32 && rungs_.skinny) return grouped_product<to>(x, w, w.rows, y, ldy, n, Groups{});
   if (rungs_.library && library_.run({x, w.data.get(), w.ld(), y, ldy, n, w.rows, to}, stream_)) return;
-  launch(grid(ceil_div(w.rows, 64), ceil_div(n, 64), 1, 128, 3 * 2 * 64 * 64 * 2), product_tile<to>, x, w.data.get(),
-         w.ld(), y, ldy, n, w.rows, Groups{});
+  grouped_product<to>(x, w, w.rows, y, ldy, n, Groups{});
 }
 
 /// Per expert its own rows and weights; `n` rows in all groups together, which only the device can tell apart.
 template <To to>
-void CudaEngine::grouped_product(const bf16* x, const Matrix& w, Index out, void* y, Index ldy, Index n,
-                                 Groups groups) {
+void CudaEngine::grouped_product(
+    const bf16* x, const Matrix& w, Index out, void* y, Index ldy, Index n, Groups groups) {
   const Index count = w.rows / out;
   const auto skinny = [&]<int Tiles>(std::integral_constant<int, Tiles>) {
     launch(grid(ceil_div(out, 16), count, 1, 256, 8 * Tiles * 128 * sizeof(float)), product_skinny<to, Tiles>, x,
-           w.data.get(), w.ld(), y, ldy, n, out, groups);
+        w.data.get(), w.ld(), y, ldy, n, out, groups);
   };
   // an expert's share of the rows is not known here: 8 rows at a time suit a decode step, where it is about n / E
   if (rungs_.skinny && n <= 8 * count) return skinny(std::integral_constant<int, 1>{});
   if (rungs_.skinny && n <= 16 * count) return skinny(std::integral_constant<int, 2>{});
   if (rungs_.skinny && n <= 32 * count) return skinny(std::integral_constant<int, 4>{});
-  launch(grid(ceil_div(out, 64), ceil_div(n, 64), count, 128, 3 * 2 * 64 * 64 * 2), product_tile<to>, x, w.data.get(),
-         w.ld(), y, ldy, n, out, groups);
+  const Index spare = groups.start ? count : 0;  // every group may end in a tile that is not full
+  if (rungs_.hopper)
+    return launch(grid(ceil_div(out, 128), ceil_div(n, 128) + spare, 1, 256, 4 * 2 * 128 * 64 * 2), product_wgmma<to>,
+        x, w.data.get(), w.ld(), y, ldy, n, out, groups);
+  launch(grid(ceil_div(out, 64), ceil_div(n, 64) + spare, 1, 128, 3 * 2 * 64 * 64 * 2), product_tile<to>, x,
+      w.data.get(), w.ld(), y, ldy, n, out, groups);
 }
 
 void CudaEngine::ffn(const Matrix& gate_up, const Matrix& down, Index n, float* x) {
@@ -1610,30 +1714,25 @@ void CudaEngine::moe(const DeviceLayer& l, const Rows& r, float* x) {
   const Index assigned = r.n * m.active, ldg = padded(2 * m.dim), ldh = padded(m.dim), ldo = padded(c_.dim);
   product<To::f32>(normed_.get(), l.router, router_logits_.get(), m.experts, r.n);
   launch(grid(ceil_div(r.n, 4), 1, 1, 128), route, router_logits_.get(), r.n, int(m.experts), int(m.active),
-         m.normalize, expert_.get(), route_weight_.get());
+      m.normalize, expert_.get(), route_weight_.get());
   launch(grid(m.experts, 1, 1, 256, 16 * sizeof(int)), sort_by_expert, expert_.get(), assigned, start_.get(),
-         order_.get(), place_.get());
-  const Groups gathered{start_.get(), order_.get(), int(m.active)}, sorted{start_.get(), nullptr, 1};
+      order_.get(), place_.get());
+  const int E = int(m.experts);
+  const Groups gathered{start_.get(), E, order_.get(), int(m.active)}, sorted{start_.get(), E, nullptr, 1};
   grouped_product<To::bf16>(normed_.get(), l.expert_gate_up, 2 * m.dim, gate_up_.get(), ldg, assigned, gathered);
   launch(grid(assigned, ceil_div(ldh, 256), 1, 256), swiglu, gate_up_.get(), ldg, m.dim, hidden_.get(), ldh);
   grouped_product<To::bf16>(hidden_.get(), l.expert_down, c_.dim, expert_out_.get(), ldo, assigned, sorted);
   launch(grid(r.n, 1, 1, 128), combine, expert_out_.get(), ldo, place_.get(), route_weight_.get(), int(m.active),
-         c_.dim, x);
+      c_.dim, x);
   ledger_.fixed.flops += uint64_t(6 * assigned) * uint64_t(c_.dim * m.dim);
   ledger_.fixed.bytes += uint64_t(6 * std::min(m.experts, assigned)) * uint64_t(c_.dim * m.dim);  // at most so many
   if (m.shared_dim) ffn(l.shared_gate_up, l.shared_down, r.n, x);
 }
 
 void CudaEngine::append(const Rows& r, bf16* rows, Index ld, bool with_q, bool with_kv, bool rotate, Keys cache,
-                        bool to_cache, Keys recent, bool to_recent) {
-  const Append a{ld,
-                 with_q ? int(c_.heads) : 0,
-                 with_kv ? int(c_.kv_heads) : 0,
-                 int(c_.head_dim),
-                 rotate,
-                 c_.rope_half,
-                 to_cache,
-                 to_recent};
+    bool to_cache, Keys recent, bool to_recent) {
+  const Append a{ld, with_q ? int(c_.heads) : 0, with_kv ? int(c_.kv_heads) : 0, int(c_.head_dim), rotate, c_.rope_half,
+      to_cache, to_recent};
   const auto kernel = o_.kv_dtype == Dtype::bf16 ? rotate_append<bf16> : rotate_append<float>;
   launch(grid(r.n, 1, 1, 128), kernel, r.rows, r.spans, r.turns, rows, a, cache, recent);
 }
@@ -1654,7 +1753,7 @@ void CudaEngine::attention(std::size_t stage, Index cache_index, const Rows& r) 
   }
   if (!shared || s.rope)
     append(r, qkv_.get(), ld, /*with_q=*/true, /*with_kv=*/!shared, s.rope, in_cache, /*to_cache=*/!shared, in_recent,
-           recent);
+        recent);
   const Keys& keys = recent ? in_recent : in_cache;
   const Cache& maps = recent ? recent_ : cache;
   const float scale = 1 / std::sqrt(float(c_.head_dim));
@@ -1662,21 +1761,20 @@ void CudaEngine::attention(std::size_t stage, Index cache_index, const Rows& r) 
   if (!fast_attention_ || (r.single && c_.group() > 16)) {
     const auto kernel = o_.kv_dtype == Dtype::bf16 ? attend<bf16> : attend<float>;
     return launch(grid(ceil_div(r.n * c_.heads, 4), 1, 1, 128, 128 * sizeof(float)), kernel, r.rows, r.spans,
-                  qkv_.get(), ld, keys, r.n, int(c_.heads), int(c_.head_dim), scale, heads_out_.get(), ldo);
+        qkv_.get(), ld, keys, r.n, int(c_.heads), int(c_.head_dim), scale, heads_out_.get(), ldo);
   }
   const auto fast = [&]<int DH>(std::integral_constant<int, DH>) {
     const std::size_t stage_bytes = 2 * 64 * DH * 2;
     if (r.single) {
       const Index splits = window ? ceil_div(W, split_rows) : split_count_;
       launch(grid(splits, c_.kv_heads, r.n, 128, split_stages * (stage_bytes + 16)), attend_split<DH>, maps.k_map,
-             maps.v_map, r.rows, qkv_.get(), ld, keys, int(c_.heads), scale * log2_e, part_.get(), heads_out_.get(),
-             ldo);
+          maps.v_map, r.rows, qkv_.get(), ld, keys, int(c_.heads), scale * log2_e, part_.get(), heads_out_.get(), ldo);
       if (splits > 1)
         launch(grid(c_.heads, r.n, 1, DH), attend_merge<DH>, part_.get(), r.rows, int(W), int(splits), heads_out_.get(),
-               ldo);
+            ldo);
     } else {
       launch(grid(r.tile_count, c_.heads, 1, 160, tile_stages * (stage_bytes + 16)), attend_tiles<DH>, maps.k_map,
-             maps.v_map, r.tiles, r.spans, qkv_.get(), ld, keys, int(c_.heads), scale * log2_e, heads_out_.get(), ldo);
+          maps.v_map, r.tiles, r.spans, qkv_.get(), ld, keys, int(c_.heads), scale * log2_e, heads_out_.get(), ldo);
     }
   };
   c_.head_dim == 64 ? fast(std::integral_constant<int, 64>{}) : fast(std::integral_constant<int, 128>{});
@@ -1760,7 +1858,7 @@ void CudaEngine::prepare(std::span<const Segment> pass) {
     const Index more = Index(s.pages.size()) - had;
     if (more)  // the vector outlives the copy: the pass ends with a synchronisation
       CUDA_CHECK(cudaMemcpyAsync(page_table_.get() + g.sequence * table_stride_ + had, s.pages.data() + had,
-                                 std::size_t(more) * sizeof(int), cudaMemcpyHostToDevice, stream_));
+          std::size_t(more) * sizeof(int), cudaMemcpyHostToDevice, stream_));
   }
   // splits for the longest sequence, rounded up to a power of two: a graph serves all lengths up to there
   split_count_ = 1;
@@ -1780,7 +1878,7 @@ void CudaEngine::project_global(Index loop, const Rows& r, const float* x) {
   product<To::bf16>(normed_.get(), global_kv_, qkv_.get(), ld, r.n);
   const Keys keys = keys_of(caches_.back()[std::size_t(s.refresh_kv ? loop : 0)], Keys::paged, 0, r);
   append(r, qkv_.get(), ld, /*with_q=*/false, /*with_kv=*/true, s.rope, keys, /*to_cache=*/true, keys,
-         /*to_recent=*/false);
+      /*to_recent=*/false);
   global_rows_ += r.n;
 }
 
@@ -1831,7 +1929,7 @@ void CudaEngine::head(const Rows& r, const float* x, Index first, Index count) {
   else norm(x + first * c_.dim, nullptr, norm_, count);
   product<To::f32>(normed_.get(), c_.tied_embeddings ? embed_ : head_, logits_.get(), c_.vocab_size, count);
   launch(grid(ceil_div(count * c_.vocab_size, 4096), 1, 1, 256), find_not_finite, logits_.get(), count * c_.vocab_size,
-         flag_.get());
+      flag_.get());
 }
 
 void CudaEngine::run_pass() {
@@ -1839,9 +1937,9 @@ void CudaEngine::run_pass() {
   for (const Rows* r : {&all_, &wanted_})
     if (r->n && half)
       launch(grid(ceil_div(r->n * half, 128), 1, 1, 128), rope_table, r->rows, r->n, int(half), frequency_.get(),
-             r->turns);
+          r->turns);
   launch(grid(all_.n, 1, 1, 128), embed_rows, all_.rows, embed_.data.get(), embed_.ld(), c_.dim, float(c_.embed_scale),
-         x_.get());
+      x_.get());
   if (tracing_) {
     std::vector<float> host(std::size_t(all_.n * c_.dim));
     CUDA_CHECK(cudaMemcpyAsync(host.data(), x_.get(), host.size() * 4, cudaMemcpyDeviceToHost, stream_));
@@ -1880,7 +1978,7 @@ void CudaEngine::forward(std::span<const Segment> pass, float* logits) {
   };
   const auto copy_out = [&](Index first, Index count) {
     CUDA_CHECK(cudaMemcpyAsync(logits + first * c_.vocab_size, logits_.get(), std::size_t(count * c_.vocab_size) * 4,
-                               cudaMemcpyDeviceToHost, stream_));
+        cudaMemcpyDeviceToHost, stream_));
   };
   const bool step = all_.single && wanted_.n == all_.n && all_.n <= head_rows_;
   const Index global_before = global_rows_;

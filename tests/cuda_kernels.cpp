@@ -44,9 +44,9 @@ struct Formula {
       const Index seen = s.attention == Attention::window ? std::min(p + 1, s.window) : p + 1;
       flops += std::uint64_t(4 * c.dim * c.q_dim() + 4 * c.q_dim() * seen);
       if (s.attention != Attention::shared) flops += std::uint64_t(4 * c.dim * c.kv_dim());
-      flops += std::uint64_t(c.moe ? 2 * c.dim * c.moe->experts +
-                                         6 * c.dim * (c.moe->active * c.moe->dim + c.moe->shared_dim)
-                                   : 6 * c.dim * c.ffn_dim);
+      flops += std::uint64_t(
+          c.moe ? 2 * c.dim * c.moe->experts + 6 * c.dim * (c.moe->active * c.moe->dim + c.moe->shared_dim)
+                : 6 * c.dim * c.ffn_dim);
     }
     return flops;
   }
@@ -103,9 +103,8 @@ class Session {
     Index wanted = 0;
     std::uint64_t flops = 0;
     for (const Part& p : parts) {
-      segments.push_back(
-          {slots_[p.sequence],
-           std::span(sequences_[p.sequence]).subspan(std::size_t(done_[p.sequence]), std::size_t(p.rows)), p.want});
+      segments.push_back({slots_[p.sequence],
+          std::span(sequences_[p.sequence]).subspan(std::size_t(done_[p.sequence]), std::size_t(p.rows)), p.want});
       const Index w = p.want == Logits::all ? p.rows : p.want == Logits::last;
       flops += Formula{m_.c}.pass(done_[p.sequence], done_[p.sequence] + p.rows, w), wanted += w;
     }
@@ -163,8 +162,7 @@ double worst_error = 0;  ///< of all scenarios, as a share of the largest logit
 void scenario(const Config& c, const Rungs& rungs, Dtype kv = Dtype::bf16, Index scale = 1) {
   const Model m(c);
   const std::vector<std::vector<int>> sequences{random_tokens(23 * scale + 4, c.vocab_size, 1),
-                                                random_tokens(11 * scale + 4, c.vocab_size, 2),
-                                                random_tokens(1 * scale + 4, c.vocab_size, 3)};
+      random_tokens(11 * scale + 4, c.vocab_size, 2), random_tokens(1 * scale + 4, c.vocab_size, 3)};
   Session s(m, rungs, sequences, kv, 32 * scale);
   s.pass({{0, 9 * scale, Logits::none}});
   s.pass({{0, 5 * scale, Logits::last}, {1, 11 * scale, Logits::all}, {2, 1, Logits::last}});
@@ -217,6 +215,14 @@ TEST_CASE("cuda engine: fast kernels", "[cuda]") {
   }
   SECTION("full") { scenario(base(40, 2, 2, 64, 36, {full(1, 1)}), {}, Dtype::bf16, 12); }
   SECTION("moe") { scenario(with_moe(base(72, 2, 1, 64, 0, {window(1, 1, 5), shared(1)}), {6, 2, 20, 0, false}), {}); }
+  SECTION("moe, prefill of more than 32 rows an expert") {
+    scenario(with_moe(base(40, 2, 1, 64, 0, {window(1, 1, 5), shared(1)}), {2, 2, 20, 0, false}), {}, Dtype::bf16, 4);
+  }
+  SECTION("own products only") {
+    Rungs rungs;
+    rungs.library = rungs.skinny = false;
+    scenario(base(72, 2, 1, 64, 100, {window(1, 1, 5), shared(1)}), rungs);
+  }
 }
 
 TEST_CASE("cuda engine: sizes off every tile", "[cuda]") {
@@ -256,8 +262,7 @@ TEST_CASE("cuda engine: page edges", "[cuda]") {
   const Config c = base(24, 2, 2, 64, 20, {full(1, 1), shared(1)});
   const Model m(c);
   const std::vector<std::vector<int>> tokens{random_tokens(edge + 3, c.vocab_size, 1),
-                                             random_tokens(edge + 3, c.vocab_size, 2),
-                                             random_tokens(edge + 3, c.vocab_size, 3)};
+      random_tokens(edge + 3, c.vocab_size, 2), random_tokens(edge + 3, c.vocab_size, 3)};
   Session s(m, fast ? Rungs{} : general(), tokens, Dtype::bf16, 3 * edge);
   s.pass({{0, edge - 1}, {1, edge}, {2, edge + 1}});  // so that the sequences' pages are mixed
   s.pass({{0, 1}, {1, 1}, {2, 1}});
@@ -286,6 +291,77 @@ TEST_CASE("cuda engine: mixtures of experts at their edges", "[cuda]") {
     Session s(m, rungs, tokens, Dtype::bf16, 33);
     for (const Index n : {1, 31, 1, 2}) s.pass({{0, n, Logits::all}});
   }
+}
+
+/// y = x W^T by one kernel, for rows gathered and grouped by expert, against double precision.
+void check_product(int kernel, Index n, Index out, Index in, int experts, int active) {
+  CAPTURE(kernel, n, out, in, experts, active);
+  const Index ld = padded(in), assigned = n * active;
+  std::mt19937 rng(unsigned(n * 31 + out * 7 + in));
+  const auto random_matrix = [&](Index rows) {
+    std::vector<bf16> m(std::size_t(rows * ld), __float2bfloat16(0.0f));
+    for (Index r = 0; r < rows; ++r)
+      for (Index c = 0; c < in; ++c) m[std::size_t(r * ld + c)] = __float2bfloat16(float(int(rng() % 257) - 128) / 64);
+    return m;
+  };
+  const auto x = random_matrix(n), w = random_matrix(experts * out);
+  std::vector<int> start{0}, order;  // assignments to experts, every third expert without any
+  std::vector<std::vector<int>> of(std::size_t(experts), std::vector<int>{});
+  for (Index i = 0; i < assigned; ++i) {
+    const std::size_t e = rng() % unsigned(experts);
+    of[experts > 2 && e % 3 == 1 ? 0 : e].push_back(int(i));
+  }
+  for (const auto& list : of) order.insert(order.end(), list.begin(), list.end()), start.push_back(int(order.size()));
+  const auto to_device = [](const auto& host) {
+    using T = std::decay_t<decltype(host[0])>;
+    Buffer<T> device(Index(host.size()));
+    std::memcpy(static_cast<void*>(device.get()), host.data(), host.size() * sizeof(T));
+    return device;
+  };
+  const auto dx = to_device(x), dw = to_device(w);
+  const auto dstart = to_device(start), dorder = to_device(order);
+  const Buffer<float> y(assigned * out);
+  const bool grouped = experts > 1;
+  const Groups groups = grouped ? Groups{dstart.get(), experts, dorder.get(), active} : Groups{};
+  const unsigned tiles = unsigned(ceil_div(assigned, kernel == 1 ? 128 : 64) + (grouped ? experts : 0));
+  if (kernel == 0)
+    launch({dim3(unsigned(ceil_div(out, 64)), tiles), 128, 49152}, product_tile<To::f32>, dx.get(), dw.get(), ld,
+        y.get(), out, n, out, groups);
+  else if (kernel == 1)
+    launch({dim3(unsigned(ceil_div(out, 128)), tiles), 256, 131072}, product_wgmma<To::f32>, dx.get(), dw.get(), ld,
+        y.get(), out, n, out, groups);
+  else
+    launch({dim3(unsigned(ceil_div(out, 16)), unsigned(experts)), 256, 16384}, product_skinny<To::f32, 4>, dx.get(),
+        dw.get(), ld, y.get(), out, n, out, groups);
+  CUDA_CHECK(cudaDeviceSynchronize());
+  Index e = 0;
+  for (Index i = 0; i < assigned; ++i) {
+    while (i >= start[std::size_t(e) + 1] && grouped) ++e;
+    const Index row = grouped ? order[std::size_t(i)] / active : i;
+    for (Index o = 0; o < out; ++o) {
+      double sum = 0, size = 0;
+      for (Index k = 0; k < in; ++k) {
+        const double term =
+            double(to_float(x[std::size_t(row * ld + k)])) * double(to_float(w[std::size_t((e * out + o) * ld + k)]));
+        sum += term, size += std::abs(term);
+      }
+      const double error = std::abs(double(y.get()[i * out + o]) - sum);  // a float32 sum of `in` terms in any order
+      if (!(error <= double(in) * 0x1p-24 * size)) {
+        CAPTURE(i, o, sum, y.get()[i * out + o]);
+        FAIL("product differs");
+      }
+    }
+  }
+}
+
+TEST_CASE("cuda products: every kernel, dense and by expert, off every tile", "[cuda]") {
+  emu::configure(schedules(GENERATE(0, 1, 2, 3)));
+  const int kernel = GENERATE(0, 1, 2);
+  check_product(kernel, 1, 1, 1, 1, 1);
+  check_product(kernel, 17, 33, 72, 1, 1);
+  check_product(kernel, kernel == 2 ? 32 : 130, 129, 300, 1, 1);
+  check_product(kernel, 70, 40, 136, 5, 2);
+  check_product(kernel, 3, 20, 100, 7, 1);
 }
 
 TEST_CASE("cuda engine: weights stored as BF16 and F16", "[cuda]") {
