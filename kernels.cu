@@ -83,7 +83,8 @@ __host__ __device__ constexpr Index padded(Index columns) { return ceil_div(colu
 // ---------------------------------------------------------------------------------------------------------------------
 // Instructions (PTX ISA 8.5; section in brackets). The emulator supplies functions of the same names.
 
-// clang-format off: it would spread the operands over three times the lines
+// One operand list a line: the formatter would take three times the lines.
+// clang-format off
 #ifndef YOCOU_EMULATE
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define HOPPER_ASM(...) asm volatile(__VA_ARGS__)
@@ -118,117 +119,93 @@ __device__ float fast_exp2(float x) {  // 2 ulp
 __device__ uint4 load_once(const uint4* p) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p));
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
 /// 16 bytes to shared memory, or 16 zeros [cp.async].
 __device__ void cp_async16(void* to, const void* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0)
-               : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               :: "r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 __device__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int Left>
-__device__ void cp_async_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(Left) : "memory");
-}
+__device__ void cp_async_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(Left) : "memory"); }
 
 /// Four 8x8 matrices; lane l names row l % 8 of matrix l / 8 [ldmatrix].
 __device__ void ldmatrix(uint32_t (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(row))
-               : "memory");
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
 }
 __device__ void ldmatrix_trans(uint32_t (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(row))
-               : "memory");
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
 }
 /// D[16,8] += A[16,16] B[16,8] [mma.m16n8k16].
 __device__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 /// An mbarrier completes a phase when `count` threads have arrived and all announced bytes are there [mbarrier].
 __device__ void mbar_init(uint64_t* b, unsigned count) {
-  HOPPER_ASM("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(count) : "memory");
+  HOPPER_ASM("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(shared_address(b)), "r"(count) : "memory");
 }
 __device__ void mbar_fence_init() { HOPPER_ASM("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ void mbar_arrive(uint64_t* b) {
-  HOPPER_ASM("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
+  HOPPER_ASM("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(b)) : "memory");
 }
 __device__ void mbar_expect(uint64_t* b, unsigned bytes) {
-  HOPPER_ASM("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
+  HOPPER_ASM("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(shared_address(b)), "r"(bytes) : "memory");
 }
 /// Waits until the phase of this parity has completed.
 __device__ void mbar_wait(uint64_t* b, unsigned parity) {
-  HOPPER_ASM(
-      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}" ::"r"(shared_address(b)),
-      "r"(parity)
-      : "memory");
+  HOPPER_ASM("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+             "@!done bra again;\n}" :: "r"(shared_address(b)), "r"(parity) : "memory");
 }
 /// A box of a matrix to shared memory, from column x, row y; outside the matrix zeros [cp.async.bulk.tensor].
 __device__ void tma_load(void* to, const CUtensorMap* map, int x, int y, uint64_t* b) {
-  HOPPER_ASM(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-          shared_address(to)),
-      "l"(map), "r"(x), "r"(y), "r"(shared_address(b))
-      : "memory");
+  HOPPER_ASM("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+             :: "r"(shared_address(to)), "l"(map), "r"(x), "r"(y), "r"(shared_address(b)) : "memory");
 }
 __device__ void wgmma_fence() { HOPPER_ASM("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ void wgmma_commit() { HOPPER_ASM("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int Left>
-__device__ void wgmma_wait() {
-  HOPPER_ASM("wgmma.wait_group.sync.aligned %0;" ::"n"(Left) : "memory");
-}
+__device__ void wgmma_wait() { HOPPER_ASM("wgmma.wait_group.sync.aligned %0;" :: "n"(Left) : "memory"); }
 
 /// Keeps the compiler from moving work on accumulators past this point: past a wgmma_fence it would cost another fence.
 template <int N>
 __device__ void settle_registers(float (&d)[N]) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
 }
+/// Makes this thread's writes to shared memory visible to wgmma, which reads it another way [fence.proxy].
+__device__ void fence_proxy_async() { HOPPER_ASM("fence.proxy.async;" ::: "memory"); }
+
+#define REGISTERS8(i) \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 
 /// D[64,64] += A[64,16] B[16,64], A from registers, B from shared memory by descriptor: K-major, or MN-major
 /// [wgmma.mma_async]. D must not be touched before wgmma_wait.
 template <bool BMnMajor>
 __device__ void wgmma_rs(float (&d)[32], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
-  HOPPER_ASM(
-      "{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"
-      "%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, add, 1, 1, %38;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-      "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-      "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
-      "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(BMnMajor)));
+  HOPPER_ASM("{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
+             "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+             "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"
+             "%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, add, 1, 1, %38;\n}"
+             : REGISTERS8(0), REGISTERS8(8), REGISTERS8(16), REGISTERS8(24)
+             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(BMnMajor)));
 }
 /// D[64,128] += A[64,16] B[16,128], both K-major in shared memory.
 __device__ void wgmma_ss(float (&d)[64], uint64_t a, uint64_t b, bool accumulate) {
-  HOPPER_ASM(
-      "{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"
-      "%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,"
-      "%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, %64, %65, add, 1, 1, 0, 0;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-      "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-      "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
-      "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]),
-      "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),
-      "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
-      "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
-      "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-      : "l"(a), "l"(b), "r"(int(accumulate)));
+  HOPPER_ASM("{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"
+             "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+             "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"
+             "%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,"
+             "%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, %64, %65, add, 1, 1, 0, 0;\n}"
+             : REGISTERS8(0), REGISTERS8(8), REGISTERS8(16), REGISTERS8(24),
+               REGISTERS8(32), REGISTERS8(40), REGISTERS8(48), REGISTERS8(56)
+             : "l"(a), "l"(b), "r"(int(accumulate)));
 }
-/// Makes this thread's writes to shared memory visible to wgmma, which reads it another way [fence.proxy].
-__device__ void fence_proxy_async() { HOPPER_ASM("fence.proxy.async;" ::: "memory"); }
 #endif
 // clang-format on
 
@@ -1157,11 +1134,79 @@ __global__ void __launch_bounds__(256) find_not_finite(const float* logits, Inde
   if (bad) *flag = 1;  // whoever writes, writes the same
 }
 
+/// Numbers in the order of their floats, and back.
+__device__ inline uint32_t sort_key(float v) {
+  const uint32_t bits = __float_as_uint(v);
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+__device__ inline float from_sort_key(uint32_t key) { return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key); }
+
+/// sample -- a row's next token: temperature, then top-k, then top-p, then the token at which the sum of probabilities,
+/// from the largest down, passes u. Twin: Sampler.
+///   grid   n     block 512: thread t owns tokens t, t + 512, ..
+///   needs  V <= 2^24 (counts are kept in float)
+///   bytes  nothing is sorted: "how much lies at or above this logit" is one pass over the row, from L2, and a search by
+///          bits, 32 passes, finds the logit where the answer crosses a bound. Greedy 64 passes, otherwise up to 170 of
+///          4 V bytes, about 1 us each for V = 100K (an estimate), all rows at once
+///   ties   the lower id first, in every step
+__global__ void __launch_bounds__(512) sample(const float* logits /*[n,V]*/, int V, float temperature, int top_k,
+    float top_p, const float* u /*[n]*/, int* token /*[n]*/) {
+  grid_wait(), grid_launch();
+  const float* row = logits + Index(blockIdx.x) * V;
+  float* scratch = shared_memory<float>();
+  const auto total = [&](auto&& f) {  // of f(token, key), over all tokens
+    float sum = 0;
+    for (int i = int(threadIdx.x); i < V; i += 512) sum += f(i, sort_key(row[i]));
+    sum = block_sum(sum, scratch);
+    __syncthreads();  // scratch: read by all before the next sum
+    return sum;
+  };
+  const auto search = [](auto&& holds) {  // the largest number for which it holds; it holds for 0
+    uint32_t found = 0;
+    for (uint32_t bit = 0x80000000u; bit; bit >>= 1)
+      if (holds(found | bit)) found |= bit;
+    return found;
+  };
+  const auto count_from = [&](uint32_t key) { return total([&](int, uint32_t k) { return k >= key ? 1.0f : 0.0f; }); };
+  const auto put = [&](uint32_t key, float skip) {  // the token that has `skip` others of this key before it
+    const uint32_t before = search([&](uint32_t end) {
+      return total([&](int i, uint32_t k) { return k == key && uint32_t(i) < end ? 1.0f : 0.0f; }) <= skip;
+    });
+    if (threadIdx.x == 0) token[blockIdx.x] = before < uint32_t(V) ? int(before) : V - 1;
+  };
+  const uint32_t top = search([&](uint32_t key) { return count_from(key) > 0; });
+  if (temperature == 0) return put(top, 0);
+  const float factor = fminf(log2_e / temperature, 1e30f), highest = from_sort_key(top);
+  const auto p = [&](uint32_t key) { return fast_exp2((from_sort_key(key) - highest) * factor); };
+  const auto mass_from = [&](uint32_t key) { return total([&](int, uint32_t k) { return k >= key ? p(k) : 0.0f; }); };
+  // the candidates: all tokens above `least`, and the first `ties` that equal it
+  uint32_t least = 0;
+  float ties = 0, mass = 0;
+  if (top_k > 0 && top_k < V) {
+    least = search([&](uint32_t key) { return count_from(key) >= float(top_k); });
+    ties = float(top_k) - count_from(least + 1), mass = mass_from(least + 1) + ties * p(least);
+  } else {
+    mass = mass_from(0);
+  }
+  if (top_p < 1) {
+    const float bound = top_p * mass;
+    const uint32_t found = search([&](uint32_t key) { return mass_from(key) >= bound; }),
+                   cut = found < least ? least : found;
+    const float above = mass_from(cut + 1), most = cut == least ? ties : count_from(cut) - count_from(cut + 1);
+    least = cut, ties = fminf(fmaxf(ceilf((bound - above) / p(cut)), 1.0f), most), mass = above + ties * p(cut);
+  }
+  const float target = fminf(u[blockIdx.x], 0.9999999f) * mass;
+  const uint32_t found = search([&](uint32_t key) { return mass_from(key) > target; }),
+                 drawn = found < least ? least : found;
+  const float most = drawn == least && ties > 0 ? ties : count_from(drawn) - count_from(drawn + 1);
+  put(drawn, fminf(fmaxf(floorf((target - mass_from(drawn + 1)) / p(drawn)), 0.0f), most - 1));
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Device memory, tensor maps, cuBLASLt
 
-/// Device memory of one owner.
-template <class T>
+/// Memory of one owner, on the device, or `pinned` on the host: the device copies from there without a detour.
+template <class T, bool pinned = false>
 class Buffer {
  public:
   Buffer() = default;
@@ -1169,8 +1214,8 @@ class Buffer {
   explicit Buffer(Index count, bool clear = false) : count_(count) {
     if (!count) return;
     void* p = nullptr;
-    if (cudaMalloc(&p, std::size_t(bytes())) != cudaSuccess)
-      fail("CUDA: out of device memory: ", bytes(), " bytes asked for");
+    if ((pinned ? cudaMallocHost(&p, std::size_t(bytes())) : cudaMalloc(&p, std::size_t(bytes()))) != cudaSuccess)
+      fail("CUDA: out of ", pinned ? "pinned host" : "device", " memory: ", bytes(), " bytes asked for");
     p_ = static_cast<T*>(p);
     if (clear) CUDA_CHECK(cudaMemsetAsync(p_, 0, std::size_t(bytes()), nullptr));
   }
@@ -1179,7 +1224,7 @@ class Buffer {
     std::swap(p_, o.p_), std::swap(count_, o.count_);
     return *this;
   }
-  ~Buffer() { cudaFree(p_); }
+  ~Buffer() { pinned ? cudaFreeHost(p_) : cudaFree(p_); }
   T* get() const { return p_; }
   Index count() const { return count_; }
   Index bytes() const { return count_ * Index(sizeof(T)); }
@@ -1187,24 +1232,6 @@ class Buffer {
  private:
   T* p_ = nullptr;
   Index count_ = 0;
-};
-
-/// Host memory that the device copies from and to without a detour.
-template <class T>
-class Pinned {
- public:
-  explicit Pinned(Index count) {
-    void* p = nullptr;
-    CUDA_CHECK(cudaMallocHost(&p, std::size_t(count) * sizeof(T)));
-    p_ = static_cast<T*>(p);
-  }
-  Pinned(const Pinned&) = delete;
-  ~Pinned() { cudaFreeHost(p_); }
-  T* get() const { return p_; }
-  T& operator[](Index i) const { return p_[i]; }
-
- private:
-  T* p_ = nullptr;
 };
 
 /// How TMA sees a BF16 matrix [rows,columns] from which 64 x 64 boxes are read. The driver's function comes through the
@@ -1236,24 +1263,25 @@ struct Product {
 };
 
 #ifdef YOCOU_EMULATE
-/// In place of cuBLASLt: a loop on the host.
+/// In place of cuBLASLt, a loop on the host.
 class Library {
  public:
   bool run(const Product& p, cudaStream_t stream) {
-    emu::of(stream).add([p] {
-      for (Index i = 0; i < p.n; ++i)
-        for (Index o = 0; o < p.out; ++o) {
-          float sum = 0;
-          for (Index k = 0; k < p.ld; ++k) sum += to_float(p.x[i * p.ld + k]) * to_float(p.w[o * p.ld + k]);
-          if (p.to == To::bf16) put_product<To::bf16>(p.y, i * p.ldy + o, sum);
-          if (p.to == To::f32) put_product<To::f32>(p.y, i * p.ldy + o, sum);
-          if (p.to == To::add) put_product<To::add>(p.y, i * p.ldy + o, sum);
-        }
+    return emu_product(p.x, p.w, p.ld, p.n, p.out, stream, [p](Index i, Index o, float v) {
+      const Index at = i * p.ldy + o;
+      p.to == To::bf16  ? put_product<To::bf16>(p.y, at, v)
+      : p.to == To::f32 ? put_product<To::f32>(p.y, at, v)
+                        : put_product<To::add>(p.y, at, v);
     });
-    return true;
   }
 };
 #else
+#define YOCOU_CUBLASLT(call)                                                                            \
+  call(cublasLtCreate) call(cublasLtDestroy) call(cublasLtMatmul) call(cublasLtMatmulDescInit_internal) \
+      call(cublasLtMatmulDescSetAttribute) call(cublasLtMatrixLayoutInit_internal)                      \
+          call(cublasLtMatmulAlgoGetHeuristic) call(cublasLtMatmulPreferenceInit_internal)              \
+              call(cublasLtMatmulPreferenceSetAttribute)
+
 /// cuBLASLt, opened on first use: linked, it would cost every start of the program 70 ms and 500 MB of dependency.
 /// Row-major y = x W^T is column-major y^T = W x^T: its A is W (transposed), its B is x.
 class Library {
@@ -1262,18 +1290,16 @@ class Library {
     for (const char* name : {"libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"})
       if (!so_) so_ = dlopen(name, RTLD_NOW | RTLD_LOCAL);
     if (!so_) return;
-    const bool found =
-        load(create_, "cublasLtCreate") && load(destroy_, "cublasLtDestroy") && load(matmul_, "cublasLtMatmul") &&
-        load(desc_, "cublasLtMatmulDescInit_internal") && load(set_, "cublasLtMatmulDescSetAttribute") &&
-        load(layout_, "cublasLtMatrixLayoutInit_internal") && load(heuristic_, "cublasLtMatmulAlgoGetHeuristic") &&
-        load(preference_, "cublasLtMatmulPreferenceInit_internal") &&
-        load(prefer_, "cublasLtMatmulPreferenceSetAttribute");
-    if (found && create_(&handle_) != CUBLAS_STATUS_SUCCESS) handle_ = nullptr;
+    bool found = true;
+#define YOCOU_LOAD(name) found &= (name##_ = reinterpret_cast<decltype(name##_)>(dlsym(so_, #name))) != nullptr;
+    YOCOU_CUBLASLT(YOCOU_LOAD)
+#undef YOCOU_LOAD
+    if (found && cublasLtCreate_(&handle_) != CUBLAS_STATUS_SUCCESS) handle_ = nullptr;
     if (handle_) workspace_ = Buffer<char>(workspace_bytes);
   }
   Library(const Library&) = delete;
   ~Library() {
-    if (handle_) destroy_(handle_);
+    if (handle_) cublasLtDestroy_(handle_);
   }  // the library stays open: unloading it is not safe while the driver may call into it
 
   /// False when there is no library or it knows no way: the caller then uses product_tile.
@@ -1283,49 +1309,40 @@ class Library {
     cublasLtMatmulDescOpaque_t desc;
     cublasLtMatrixLayoutOpaque_t a, b, c;
     const cublasOperation_t transposed = CUBLAS_OP_T;
-    desc_(&desc, sizeof desc, CUBLAS_COMPUTE_32F, CUDA_R_32F);
-    set_(&desc, CUBLASLT_MATMUL_DESC_TRANSA, &transposed, sizeof transposed);
-    layout_(&a, sizeof a, CUDA_R_16BF, uint64_t(p.ld), uint64_t(p.out), p.ld);
-    layout_(&b, sizeof b, CUDA_R_16BF, uint64_t(p.ld), uint64_t(p.n), p.ld);
-    layout_(&c, sizeof c, type, uint64_t(p.out), uint64_t(p.n), p.ldy);
+    cublasLtMatmulDescInit_internal_(&desc, sizeof desc, CUBLAS_COMPUTE_32F, CUDA_R_32F);
+    cublasLtMatmulDescSetAttribute_(&desc, CUBLASLT_MATMUL_DESC_TRANSA, &transposed, sizeof transposed);
+    cublasLtMatrixLayoutInit_internal_(&a, sizeof a, CUDA_R_16BF, uint64_t(p.ld), uint64_t(p.out), p.ld);
+    cublasLtMatrixLayoutInit_internal_(&b, sizeof b, CUDA_R_16BF, uint64_t(p.ld), uint64_t(p.n), p.ld);
+    cublasLtMatrixLayoutInit_internal_(&c, sizeof c, type, uint64_t(p.out), uint64_t(p.n), p.ldy);
     const auto key = std::array<Index, 5>{p.n, p.out, p.ld, p.ldy, Index(p.to)};
     auto found = algorithms_.find(key);
     if (found == algorithms_.end()) {
       cublasLtMatmulPreferenceOpaque_t preference;
-      preference_(&preference, sizeof preference);
-      prefer_(&preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace_bytes, sizeof workspace_bytes);
+      cublasLtMatmulPreferenceInit_internal_(&preference, sizeof preference);
+      cublasLtMatmulPreferenceSetAttribute_(
+          &preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace_bytes, sizeof workspace_bytes);
       cublasLtMatmulHeuristicResult_t best{};
       int count = 0;
-      heuristic_(handle_, &desc, &a, &b, &c, &c, &preference, 1, &best, &count);
+      cublasLtMatmulAlgoGetHeuristic_(handle_, &desc, &a, &b, &c, &c, &preference, 1, &best, &count);
       found = algorithms_.emplace(key, std::pair{count > 0, best.algo}).first;
     }
     if (!found->second.first) return false;
     const float one = 1, beta = p.to == To::add ? 1 : 0;
-    const cublasStatus_t status = matmul_(handle_, &desc, &one, p.w, &a, p.x, &b, &beta, p.y, &c, p.y, &c,
+    const cublasStatus_t status = cublasLtMatmul_(handle_, &desc, &one, p.w, &a, p.x, &b, &beta, p.y, &c, p.y, &c,
         &found->second.second, workspace_.get(), workspace_bytes, stream);
     if (status != CUBLAS_STATUS_SUCCESS) fail("cuBLASLt: error ", int(status), " for n = ", p.n, ", out = ", p.out);
     return true;
   }
 
  private:
-  template <class F>
-  bool load(F& f, const char* name) {
-    return (f = reinterpret_cast<F>(dlsym(so_, name))) != nullptr;
-  }
   static constexpr std::size_t workspace_bytes = 32 << 20;
   void* so_ = nullptr;
   cublasLtHandle_t handle_ = nullptr;
   Buffer<char> workspace_;
   std::map<std::array<Index, 5>, std::pair<bool, cublasLtMatmulAlgo_t>> algorithms_;
-  decltype(&cublasLtCreate) create_;
-  decltype(&cublasLtDestroy) destroy_;
-  decltype(&cublasLtMatmul) matmul_;
-  decltype(&cublasLtMatmulDescInit_internal) desc_;
-  decltype(&cublasLtMatmulDescSetAttribute) set_;
-  decltype(&cublasLtMatrixLayoutInit_internal) layout_;
-  decltype(&cublasLtMatmulAlgoGetHeuristic) heuristic_;
-  decltype(&cublasLtMatmulPreferenceInit_internal) preference_;
-  decltype(&cublasLtMatmulPreferenceSetAttribute) prefer_;
+#define YOCOU_DECLARE(name) decltype(&name) name##_ = nullptr;
+  YOCOU_CUBLASLT(YOCOU_DECLARE)
+#undef YOCOU_DECLARE
 };
 #endif
 
@@ -1414,6 +1431,9 @@ class CudaEngine final : public Engine {
   Index global_rows() const override { return global_rows_; }
 
   void forward(std::span<const Segment> pass, float* logits) override;
+  /// forward(), then one token for every wanted row, drawn where the logits lie; u [rows] are numbers in [0, 1).
+  void forward_sample(std::span<const Segment> pass, double temperature, Index top_k, double top_p,
+      std::span<const double> u, int* tokens);
 
  private:
   struct Sequence {
@@ -1452,7 +1472,7 @@ class CudaEngine final : public Engine {
   void attention(std::size_t s, Index cache, const Rows& r);
   void moe(const DeviceLayer& l, const Rows& r, float* x);
   void head(const Rows& r, const float* x, Index first, Index count);
-  void settle(const Ledger& ledger, std::span<const Segment> pass);
+  void settle(const Ledger& ledger);
   void forget_graphs() {
     for (auto& [key, g] : graphs_) cudaGraphExecDestroy(g.exec);
     graphs_.clear();
@@ -1500,7 +1520,7 @@ class CudaEngine final : public Engine {
   Index table_stride_ = 0, ring_bytes_ = 0, page_bytes_ = 0, global_rows_ = 0;
 
   // the pass: tables that the host writes and one copy brings to the device, then the activations
-  Pinned<char> tables_;
+  Buffer<char, /*pinned=*/true> tables_;
   Buffer<char> device_tables_;
   Index pass_bytes_ = 0;
   Rows all_, wanted_;
@@ -1515,19 +1535,17 @@ class CudaEngine final : public Engine {
   std::map<std::pair<Index, Index>, Graph> graphs_;  ///< by batch size and splits of the longest sequence
 };
 
+/// Number i of a tensor.
+float number(const Tensor& t, Index i) {
+  const char* p = static_cast<const char*>(t.data) + i * size_of(t.dtype);
+  const auto as = [p]<class T>(T v) { return std::memcpy(static_cast<void*>(&v), p, sizeof v), v; };
+  if (t.dtype == Dtype::f32) return as(float());
+  return t.dtype == Dtype::bf16 ? __bfloat162float(as(bf16())) : __half2float(as(__half()));
+}
+
 Buffer<float> CudaEngine::upload_gain(const Tensor& t) {
-  std::vector<float> host(std::size_t(t.rows * t.cols));
-  for (std::size_t i = 0; i < host.size(); ++i) {
-    const char* p = static_cast<const char*>(t.data) + Index(i) * size_of(t.dtype);
-    if (t.dtype == Dtype::f32) std::memcpy(&host[i], p, 4);
-    else if (t.dtype == Dtype::bf16) {
-      bf16 v;
-      std::memcpy(&v, p, 2), host[i] = __bfloat162float(v);
-    } else {
-      __half v;
-      std::memcpy(&v, p, 2), host[i] = __half2float(v);
-    }
-  }
+  std::vector<float> host;
+  for (Index i = 0; i < t.rows * t.cols; ++i) host.push_back(number(t, i));
   Buffer<float> device(Index(host.size()));
   CUDA_CHECK(cudaMemcpy(device.get(), host.data(), std::size_t(device.bytes()), cudaMemcpyHostToDevice));
   return device;
@@ -1548,17 +1566,11 @@ Matrix CudaEngine::upload_matrix(const std::vector<Tensor>& parts, Index columns
       const Tensor t = part.slice(first, std::min(step, part.rows - first));
       std::fill(host.begin(), host.end(), __float2bfloat16(0.0f));
       for (Index r = 0; r < t.rows; ++r) {
-        const char* from = static_cast<const char*>(t.data) + r * columns * size_of(t.dtype);
         bf16* to = host.data() + r * m.ld();
-        if (t.dtype == Dtype::bf16) std::memcpy(static_cast<void*>(to), from, std::size_t(columns) * 2);
+        if (t.dtype == Dtype::bf16)
+          std::memcpy(static_cast<void*>(to), static_cast<const bf16*>(t.data) + r * columns, std::size_t(columns) * 2);
         else
-          for (Index c = 0; c < columns; ++c) {
-            float f;
-            __half h;
-            if (t.dtype == Dtype::f32) std::memcpy(&f, from + 4 * c, 4);
-            else std::memcpy(&h, from + 2 * c, 2), f = __half2float(h);
-            to[c] = __float2bfloat16(f);
-          }
+          for (Index c = 0; c < columns; ++c) to[c] = __float2bfloat16(number(t, r * columns + c));
       }
       CUDA_CHECK(cudaMemcpy(
           m.data.get() + row * m.ld(), host.data(), std::size_t(t.rows * m.ld()) * 2, cudaMemcpyHostToDevice));
@@ -1949,7 +1961,7 @@ void CudaEngine::run_pass() {
 }
 
 /// Adds what the pass did to the counters. Attention counts the keys that each query row's mask admits.
-void CudaEngine::settle(const Ledger& ledger, std::span<const Segment>) {
+void CudaEngine::settle(const Ledger& ledger) {
   counters.flops += ledger.fixed.flops, counters.bytes += ledger.fixed.bytes;
   counters.cross_positions += ledger.fixed.cross_positions;
   for (const auto& [window, wanted] : ledger.attended)
@@ -1981,7 +1993,6 @@ void CudaEngine::forward(std::span<const Segment> pass, float* logits) {
         cudaMemcpyDeviceToHost, stream_));
   };
   const bool step = all_.single && wanted_.n == all_.n && all_.n <= head_rows_;
-  const Index global_before = global_rows_;
   if (step && rungs_.graphs && !tracing_) {
     const auto key = std::pair{all_.n, split_count_};
     auto found = graphs_.find(key);
@@ -2012,13 +2023,27 @@ void CudaEngine::forward(std::span<const Segment> pass, float* logits) {
   int bad = 0;
   CUDA_CHECK(cudaMemcpyAsync(&bad, flag_.get(), sizeof bad, cudaMemcpyDeviceToHost, stream_));
   CUDA_CHECK(cudaStreamSynchronize(stream_));
-  settle(ledger_, pass);
+  settle(ledger_);
   for (const Segment& g : pass) sequences_[std::size_t(g.sequence)].length += Index(g.tokens.size());
   if (bad) {
     CUDA_CHECK(cudaMemsetAsync(flag_.get(), 0, sizeof(int), stream_));
     fail("logits that are not finite: the model's numbers leave the range of the arithmetic");
   }
-  (void)global_before;
+}
+
+void CudaEngine::forward_sample(std::span<const Segment> pass, double temperature, Index top_k, double top_p,
+    std::span<const double> u, int* tokens) {
+  forward(pass, nullptr);
+  if (wanted_.n > head_rows_ || c_.vocab_size > 1 << 24)
+    fail("CUDA: ", wanted_.n, " rows are too many to draw from at once");
+  const std::vector<float> numbers(u.begin(), u.end());
+  Buffer<float> device_u(wanted_.n);
+  Buffer<int> device_tokens(wanted_.n);
+  CUDA_CHECK(cudaMemcpyAsync(device_u.get(), numbers.data(), numbers.size() * 4, cudaMemcpyHostToDevice, stream_));
+  launch(grid(wanted_.n, 1, 1, 512, 32 * sizeof(float)), sample, logits_.get(), int(c_.vocab_size), float(temperature),
+      int(std::min<Index>(top_k, c_.vocab_size)), float(top_p), device_u.get(), device_tokens.get());
+  CUDA_CHECK(cudaMemcpyAsync(tokens, device_tokens.get(), numbers.size() * 4, cudaMemcpyDeviceToHost, stream_));
+  CUDA_CHECK(cudaStreamSynchronize(stream_));
 }
 
 }  // namespace

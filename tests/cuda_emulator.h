@@ -123,8 +123,8 @@ struct StackPool {
       free.pop_back();
       return s;
     }
-    void* p = mmap(nullptr, page_bytes + stack_bytes, PROT_READ | PROT_WRITE,
-                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* p = mmap(
+        nullptr, page_bytes + stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED || mprotect(p, page_bytes, PROT_NONE)) throw std::bad_alloc();
     return static_cast<char*>(p) + page_bytes;
   }
@@ -243,7 +243,7 @@ struct Machine {
     current = next, ++switches;
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_start_switch_fiber(self->done ? nullptr : &self->fake_stack, next == &host ? host.stack : next->stack,
-                                   next == &host ? host_stack_bytes : stack_bytes);
+        next == &host ? host_stack_bytes : stack_bytes);
 #endif
 #if defined(__SANITIZE_THREAD__)
     if (!host.fiber) host.fiber = __tsan_get_current_fiber();
@@ -351,7 +351,7 @@ inline void start_thread(fc::transfer_t t) {
 /// `expected` threads come together under `m`; the last to arrive calls all(operands), indexed by `slot`.
 template <class All>
 void meet(Meet& m, const char* kind, unsigned parameter, unsigned expected, unsigned slot, void* operand, int line,
-          All&& all) {
+    All&& all) {
   Quiet quiet;
   Machine& machine = emu::machine;
   machine.maybe_yield();
@@ -360,7 +360,7 @@ void meet(Meet& m, const char* kind, unsigned parameter, unsigned expected, unsi
     m.operands.assign(std::max<std::size_t>(expected, slot + 1), nullptr);
   } else if (std::strcmp(m.kind, kind) || m.parameter != parameter || m.expected != expected) {
     fault("thread ", machine.current->id, " calls ", kind, "(", parameter, ") of ", expected, " threads at line ", line,
-          " where others wait in ", m.kind, "(", m.parameter, ") of ", m.expected, " threads at line ", m.line);
+        " where others wait in ", m.kind, "(", m.parameter, ") of ", m.expected, " threads at line ", m.line);
   }
   if (slot >= m.operands.size()) m.operands.resize(slot + 1);
   m.operands[slot] = operand;
@@ -408,8 +408,8 @@ inline void Machine::run_block() {
   for (std::size_t i = 0; i < n; ++i) {
     threads.push_back(std::make_unique<Thread>());
     threads[i]->id = unsigned(i);
-    threads[i]->index = {unsigned(i % blockDim.x), unsigned(i / blockDim.x % blockDim.y),
-                         unsigned(i / blockDim.x / blockDim.y)};
+    threads[i]->index = {
+        unsigned(i % blockDim.x), unsigned(i / blockDim.x % blockDim.y), unsigned(i / blockDim.x / blockDim.y)};
   }
   victim = options.seed ? threads[rng() % n].get() : nullptr;
   started = 0, live = n, error = nullptr, proxy_fence = false;
@@ -596,9 +596,8 @@ inline cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute a,
 
 /// cuTensorMapEncodeTiled for matrices, with the rules of its documentation.
 inline CUresult emu_encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* base,
-                                 const cuuint64_t* size, const cuuint64_t* stride, const cuuint32_t* box,
-                                 const cuuint32_t* step, CUtensorMapInterleave, CUtensorMapSwizzle swizzle,
-                                 CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+    const cuuint64_t* size, const cuuint64_t* stride, const cuuint32_t* box, const cuuint32_t* step,
+    CUtensorMapInterleave, CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
   const unsigned element = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : 2;
   const unsigned span = swizzle == CU_TENSOR_MAP_SWIZZLE_128B ? 128 : 0;
   if (rank != 2) emu::fault("tensor map: only matrices are emulated");
@@ -619,8 +618,8 @@ inline CUresult emu_encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuu
   std::memcpy(static_cast<void*>(map), &made, sizeof(made));
   return CUDA_SUCCESS;
 }
-inline cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** f, unsigned, unsigned long long,
-                                                    cudaDriverEntryPointQueryResult* r) {
+inline cudaError_t cudaGetDriverEntryPointByVersion(
+    const char*, void** f, unsigned, unsigned long long, cudaDriverEntryPointQueryResult* r) {
   *r = cudaDriverEntryPointSuccess;
   return *f = reinterpret_cast<void*>(&emu_encode_tiled), cudaSuccess;
 }
@@ -635,8 +634,8 @@ using std::min;
 inline void named_barrier(unsigned id, unsigned threads, int line = __builtin_LINE()) {
   if (id >= 16 || !threads || threads % 32) emu::fault("barrier ", id, " of ", threads, " threads at line ", line);
   const unsigned slot = emu::machine.current->id;
-  emu::meet(emu::machine.barriers[id], "barrier", id, threads, slot, nullptr, line,
-            [](auto&) { emu::refresh_shadow(); });
+  emu::meet(
+      emu::machine.barriers[id], "barrier", id, threads, slot, nullptr, line, [](auto&) { emu::refresh_shadow(); });
 }
 inline void __syncthreads(int line = __builtin_LINE()) {
   named_barrier(0, unsigned(emu::machine.threads.size()), line);
@@ -781,8 +780,8 @@ inline float emu_half(std::uint32_t pair, int which) {
 
 /// mma.m16n8k16: with g = lane / 4 and t = lane % 4, register i of A holds row g + 8(i % 2), columns 2t + 8(i / 2) and
 /// the next; register i of B rows 2t + 8i and the next of column g; C row g + 8(i / 2), column 2t + i % 2.
-inline void mma_bf16(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0, std::uint32_t b1,
-                     int line = __builtin_LINE()) {
+inline void mma_bf16(
+    float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0, std::uint32_t b1, int line = __builtin_LINE()) {
   struct Operand {
     float* d;
     const std::uint32_t* a;
@@ -976,7 +975,7 @@ void wgmma_wait(int line = __builtin_LINE()) {
 /// One instruction, M = 64, K = 16, N = 2 * Registers.
 template <int Registers>
 void emu_wgmma(float (&d)[Registers], const std::uint32_t* a, std::uint64_t a_descriptor, std::uint64_t b_descriptor,
-               bool b_mn_major, bool accumulate, int line) {
+    bool b_mn_major, bool accumulate, int line) {
   struct Operand {
     float* d;
     const std::uint32_t* a;
@@ -1010,11 +1009,29 @@ void emu_wgmma(float (&d)[Registers], const std::uint32_t* a, std::uint64_t a_de
 }
 /// D += A B, B from shared memory: A from registers, or, with wgmma_ss, from shared memory too (K-major).
 template <bool BMnMajor, int Registers>
-void wgmma_rs(float (&d)[Registers], const std::uint32_t (&a)[4], std::uint64_t b, bool accumulate,
-              int line = __builtin_LINE()) {
+void wgmma_rs(
+    float (&d)[Registers], const std::uint32_t (&a)[4], std::uint64_t b, bool accumulate, int line = __builtin_LINE()) {
   emu_wgmma(d, a, 0, b, BMnMajor, accumulate, line);
 }
 template <int Registers>
 void wgmma_ss(float (&d)[Registers], std::uint64_t a, std::uint64_t b, bool accumulate, int line = __builtin_LINE()) {
   emu_wgmma(d, nullptr, a, b, false, accumulate, line);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// In place of a library
+
+/// put(row, output, sum) for y = x W^T, x [n,ld], W [out,ld]; a piece of work of the stream.
+template <class Put>
+bool emu_product(const __nv_bfloat16* x, const __nv_bfloat16* w, std::int64_t ld, std::int64_t n, std::int64_t out,
+    cudaStream_t stream, Put put) {
+  emu::of(stream).add([=] {
+    for (std::int64_t i = 0; i < n; ++i)
+      for (std::int64_t o = 0; o < out; ++o) {
+        float sum = 0;
+        for (std::int64_t k = 0; k < ld; ++k) sum += __bfloat162float(x[i * ld + k]) * __bfloat162float(w[o * ld + k]);
+        put(i, o, sum);
+      }
+  });
+  return true;
 }

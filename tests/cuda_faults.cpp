@@ -28,8 +28,8 @@ struct Device {
 template <class... P, class... A>
 void run(unsigned grid, unsigned block, std::size_t shared, void (*kernel)(P...), A... a) {
   if (shared > 48 * 1024)
-    cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                         int(shared));
+    cudaFuncSetAttribute(
+        reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
   cudaLaunchConfig_t c{};
   c.gridDim = dim3(grid), c.blockDim = dim3(block), c.dynamicSmemBytes = shared;
   cudaLaunchKernelEx(&c, kernel, a...);
@@ -145,13 +145,13 @@ enum class Ring {
 };
 
 CUtensorMap map_of(const bf16* p, cuuint64_t rows, cuuint64_t columns, cuuint64_t stride, cuuint32_t box_columns = 64,
-                   cuuint32_t box_rows = 64) {
+    cuuint32_t box_rows = 64) {
   CUtensorMap map{};
   const cuuint64_t size[2] = {columns, rows}, strides[1] = {stride};
   const cuuint32_t box[2] = {box_columns, box_rows}, step[2] = {1, 1};
   emu_encode_tiled(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<bf16*>(p), size, strides, box, step,
-                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE,
-                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return map;
 }
 

@@ -461,6 +461,28 @@ TEST_CASE("cuda engine: what it refuses, in one line", "[cuda]") {
   emu::configure({});
 }
 
+TEST_CASE("cuda engine: tokens drawn on the device", "[cuda]") {
+  emu::configure({/*late=*/true, /*seed=*/1});
+  const Config c = base(24, 2, 2, 64, 20, {full(1, 1)});
+  const Model m(c);
+  const auto a = random_tokens(7, c.vocab_size, 1), b = random_tokens(7, c.vocab_size, 2);
+  CudaEngine engine(c, m.w, {Dtype::bf16, 8, 14, 2}, {}), twin(c, m.w, {Dtype::bf16, 8, 14, 2}, {});
+  for (CudaEngine* e : {&engine, &twin}) e->open(), e->open();
+  for (Index i = 0; i < 7; i += i ? 1 : 4) {
+    const Index n = i ? 1 : 4;
+    const std::vector<Segment> pass{{0, std::span(a).subspan(std::size_t(i), std::size_t(n)), Logits::last},
+        {1, std::span(b).subspan(std::size_t(i), std::size_t(n)), Logits::last}};
+    std::vector<float> logits(2 * std::size_t(c.vocab_size));
+    std::vector<int> tokens(2, -1);
+    twin.forward(pass, logits.data());
+    engine.forward_sample(pass, 0, 0, 1, std::vector<double>{0.2, 0.7}, tokens.data());
+    for (std::size_t r = 0; r < 2; ++r) {
+      const auto row = logits.begin() + std::ptrdiff_t(r) * c.vocab_size;
+      CHECK(tokens[r] == std::max_element(row, row + c.vocab_size) - row);
+    }
+  }
+}
+
 TEST_CASE("cuda engine: a tracer sees every application", "[cuda]") {
   emu::configure({});
   const Config c = with_moe(base(40, 2, 1, 64, 0, {window(2, 2, 20), shared(1)}), {6, 2, 20, 8, true});
@@ -477,4 +499,57 @@ TEST_CASE("cuda engine: a tracer sees every application", "[cuda]") {
   std::vector<float> out(7 * std::size_t(c.vocab_size));
   engine.forward({&part, 1}, out.data());
   CHECK(seen == std::vector<std::array<Index, 3>>{{-1, 0, 0}, {0, 0, 0}, {0, 0, 1}, {0, 1, 0}, {0, 1, 1}, {1, 0, 0}});
+}
+
+namespace {
+/// What the program's own sampler draws, in double: sort, cut, walk.
+int drawn(const std::vector<float>& logits, double temperature, int top_k, double top_p, double u) {
+  std::vector<int> order(logits.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(
+      order.begin(), order.end(), [&](int a, int b) { return logits[std::size_t(a)] > logits[std::size_t(b)]; });
+  if (temperature == 0) return order[0];
+  if (top_k > 0 && top_k < int(order.size())) order.resize(std::size_t(top_k));
+  std::vector<double> p;
+  double sum = 0, kept = 0;
+  for (const int i : order)
+    p.push_back(std::exp((double(logits[std::size_t(i)]) - double(logits[std::size_t(order[0])])) / temperature)),
+        sum += p.back();
+  std::size_t count = 0;
+  while (count < p.size() && kept < top_p * sum) kept += p[count++];
+  double left = u * kept;
+  for (std::size_t i = 0; i < count; ++i)
+    if ((left -= p[i]) < 0) return order[i];
+  return order[count - 1];
+}
+}  // namespace
+
+TEST_CASE("cuda sampling: what the sorted walk draws", "[cuda]") {
+  emu::configure(schedules(GENERATE(0, 3)));
+  const Index V = GENERATE(1, 257), rows = 3;
+  const bool coarse = GENERATE(false, true);  // many ties
+  const auto [temperature, top_k, top_p] = GENERATE(table<float, int, float>(
+      {{0, 0, 1}, {1, 0, 1}, {0.7f, 5, 1}, {1.3f, 0, 0.6f}, {1, 40, 0.9f}, {1e-40f, 0, 1}, {1, 1, 0.5f}}));
+  CAPTURE(V, coarse, temperature, top_k, top_p);
+  std::mt19937 rng(unsigned(V) + 5);
+  std::normal_distribution<float> normal;
+  const Buffer<float> logits(rows * V), u(rows);
+  const Buffer<int> token(rows);
+  for (Index i = 0; i < rows * V; ++i) logits.get()[i] = coarse ? float(int(rng() % 5)) - 2 : 3 * normal(rng);
+  for (Index i = 0; i < rows; ++i) u.get()[i] = i == 0 ? 0 : float(rng() % 1000) / 1000;
+  launch(
+      {dim3(unsigned(rows)), 512, 128}, sample, logits.get(), int(V), temperature, top_k, top_p, u.get(), token.get());
+  CUDA_CHECK(cudaDeviceSynchronize());
+  for (Index i = 0; i < rows; ++i) {
+    const std::vector<float> row(logits.get() + i * V, logits.get() + (i + 1) * V);
+    // a draw that falls on the border between two tokens may fall on either side: float32 sums of up to V terms
+    const double slack = 1e-5, at = double(u.get()[i]);
+    const double t = std::max(double(temperature), temperature > 0 ? 1e-30 : 0.0);
+    const int low = drawn(row, t, top_k, double(top_p), std::max(0.0, at - slack));
+    const int middle = drawn(row, t, top_k, double(top_p), at);
+    const int high = drawn(row, t, top_k, double(top_p), std::min(1.0, at + slack));
+    const int got = token.get()[i];
+    CAPTURE(i, at, low, middle, high, got);
+    CHECK((got == low || got == middle || got == high));
+  }
 }
