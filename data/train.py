@@ -415,9 +415,9 @@ def recipes():
 
     mixed = [1, 2, 3, 3, 3, 4]                                             # T of a step: 3 half the time
     add("austen", "austen", "yoco-u", 3, late={**longer, "draw": mixed}, keep=[1200, 1800])  # T = 3, then mixed
-    add("austen-t3", "austen", "yoco-u", 3, branch=("austen", 1800))       # T = 3 to the end
-    add("austen-t1", "austen", "yoco-u", 1)
-    add("austen-t3-short", "austen", "yoco-u", 3, branch=("austen", 1200), steps=1460, decay=0.17)  # the training FLOPs of austen-t1
+    short = dict(steps=1460, decay=0.17)
+    add("austen-t3", "austen", "yoco-u", 3, branch=("austen", 1200), **short)          # T = 3 to the end
+    add("austen-t1", "austen", "yoco-u", 1, **short)                                   # its twin: same steps, same bytes
     add("austen-mixed", "austen", "yoco-u", 3, draw=mixed)                 # mixed from the first step
     for s in range(3):
         add(f"cups-random-s{s}", "cups", "yoco-u", 3, seed=s, draw=[1, 2, 3, 4, 5], steps=4000)
@@ -429,13 +429,13 @@ def recipes():
             add(f"cups-{arch}-8-s{s}", "cups", arch, 1, L=8, seed=s)
         for arch, T in (("yoco", 1), ("yoco-u", 2), ("transformer", 1)):
             add(f"needle-{arch}-s{s}", "needle", arch, T, seed=s)
-        add(f"needle-window-s{s}", "needle", "custom", 2, seed=s, steps=1500)
+        add(f"needle-window-s{s}", "needle", "custom", 2, seed=s, steps=1000)
     return R
 
 
 def shipped():
     """{file in data/: the run it comes from}"""
-    S = {"austen": "austen", "austen-t1": "austen-t1", "cups-random": "cups-random-s0"}
+    S = {"austen": "austen", "austen-t1": "austen-t1", "austen-t3": "austen-t3", "cups-random": "cups-random-s0"}
     S.update({f"cups-t{T}": f"cups-yoco-u-t{T}-s0" for T in (1, 2, 3, 5)})
     S.update({f"cups-{a}": f"cups-{a}-s0" for a in ("transformer", "ut", "rins", "upper-loop", "upper-loop-unshared")})
     S.update({f"needle-{a}": f"needle-{a}-s0" for a in ("yoco-u", "yoco", "window")})
