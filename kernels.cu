@@ -33,6 +33,8 @@
 #include <cublasLt.h>
 #include <cuda_runtime.h>
 #include <dlfcn.h>
+#define UNROLL _Pragma("unroll")  // loops over registers: their indices must be constants
+#define UNROLL_BY_4 _Pragma("unroll 4")
 #endif
 
 namespace yocou {
@@ -175,8 +177,7 @@ __device__ void wgmma_wait() { HOPPER_ASM("wgmma.wait_group.sync.aligned %0;" ::
 /// Keeps the compiler from moving work on accumulators past this point: past a wgmma_fence it would cost another fence.
 template <int N>
 __device__ void settle_registers(float (&d)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
+  UNROLL for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
 }
 /// Makes this thread's writes to shared memory visible to wgmma, which reads it another way [fence.proxy].
 __device__ void fence_proxy_async() { HOPPER_ASM("fence.proxy.async;" ::: "memory"); }
@@ -228,8 +229,8 @@ __device__ T from_float(float x) {
 }
 /// Two numbers in a register, the first in the low half.
 __device__ inline uint32_t pack(float a, float b) {
-  return uint32_t(__bfloat16_as_ushort(__float2bfloat16(a))) | uint32_t(__bfloat16_as_ushort(__float2bfloat16(b)))
-                                                                   << 16;
+  const uint32_t low = __bfloat16_as_ushort(__float2bfloat16(a)), high = __bfloat16_as_ushort(__float2bfloat16(b));
+  return low | high << 16;
 }
 /// Sum over the warp, the same bits in every lane.
 __device__ inline float warp_sum(float v) {
@@ -485,31 +486,22 @@ __global__ void __launch_bounds__(128) product_tile(const bf16* x /*[n,ld]*/, co
     cp_async_commit();
     const bf16* a = memory + s % 3 * stage_size;
     const bf16* b = a + 64 * 64;
-#pragma unroll
-    for (int k = 0; k < 8; k += 2) {  // two pieces of 8 columns
+    UNROLL for (int k = 0; k < 8; k += 2) {  // two pieces of 8 columns
       uint32_t af[2][4], bf[2][4];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      UNROLL for (int i = 0; i < 2; ++i) {
         const int ra = m0 + 16 * i + lane % 16, rb = n0 + 16 * i + lane / 16 * 8 + lane % 8;
         ldmatrix(af[i], a + ra * 64 + ((k + lane / 16) ^ ra % 8) * 8);
         ldmatrix(bf[i], b + rb * 64 + ((k + lane / 8 % 2) ^ rb % 8) * 8);
       }
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-#pragma unroll
-        for (int j = 0; j < 4; ++j) mma_bf16(d[i][j], af[i], bf[j / 2][j % 2 * 2], bf[j / 2][j % 2 * 2 + 1]);
+      UNROLL for (int i = 0; i < 2; ++i) UNROLL for (int j = 0; j < 4; ++j)
+          mma_bf16(d[i][j], af[i], bf[j / 2][j % 2 * 2], bf[j / 2][j % 2 * 2 + 1]);
     }
   }
   cp_async_wait<0>();
-#pragma unroll
-  for (int i = 0; i < 2; ++i)
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const Index r = row0 + m0 + 16 * i + lane / 4 + e / 2 * 8, o = out0 + n0 + 8 * j + lane % 4 * 2 + e % 2;
-        if (r < end && o < out) put_product<to>(y, r * ldy + o, d[i][j][e]);
-      }
+  UNROLL for (int i = 0; i < 2; ++i) UNROLL for (int j = 0; j < 4; ++j) UNROLL for (int e = 0; e < 4; ++e) {
+    const Index r = row0 + m0 + 16 * i + lane / 4 + e / 2 * 8, o = out0 + n0 + 8 * j + lane % 4 * 2 + e % 2;
+    if (r < end && o < out) put_product<to>(y, r * ldy + o, d[i][j][e]);
+  }
 }
 
 /// product_wgmma -- y = x W^T on Hopper's tensor cores: prefill's experts, and all products where there is no cuBLASLt.
@@ -534,15 +526,13 @@ __global__ void __launch_bounds__(256) product_wgmma(const bf16* x /*[n,ld]*/, c
   const int thread = int(threadIdx.x), warpgroup = thread / 128, warp = thread / 32 % 4, lane = thread % 32;
   constexpr int stages = 4, operand = 128 * 64;
   Index xi[4];  // the rows of x that this thread copies: thread t has piece t % 8 of rows t / 8, + 32, + 64, + 96
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
+  UNROLL for (int j = 0; j < 4; ++j) {
     const Index i = row0 + thread / 8 + 32 * j;
     xi[j] = i >= end ? -1 : groups.order ? groups.order[i] / groups.active : i;
   }
   const auto fetch = [&](Index step) {
     const Index column = step * 64 + thread % 8 * 8;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
+    UNROLL for (int j = 0; j < 4; ++j) {
       const int r = thread / 8 + 32 * j;
       bf16* to_x = memory + step % stages * 2 * operand + r * 64 + (thread % 8 ^ r % 8) * 8;
       cp_async16(to_x, x + xi[j] * ld + column, xi[j] >= 0 && column < ld);
@@ -565,15 +555,13 @@ __global__ void __launch_bounds__(256) product_wgmma(const bf16* x /*[n,ld]*/, c
     const bf16* b = memory + s % stages * 2 * operand + operand;
     settle_registers(d);
     wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < 4; ++k) wgmma_ss(d, descriptor(a + k * 16), descriptor(b + k * 16), true);
+    UNROLL for (int k = 0; k < 4; ++k) wgmma_ss(d, descriptor(a + k * 16), descriptor(b + k * 16), true);
     wgmma_commit();
     wgmma_wait<1>();  // step s - 1 is done, s runs on
   }
   wgmma_wait<0>();
   cp_async_wait<0>();
-#pragma unroll
-  for (int i = 0; i < 64; ++i) {
+  UNROLL for (int i = 0; i < 64; ++i) {
     const Index r = row0 + warpgroup * 64 + 16 * warp + lane / 4 + i / 2 % 2 * 8,
                 o = out0 + i / 4 * 8 + lane % 4 * 2 + i % 2;
     if (r < end && o < out) put_product<to>(y, r * ldy + o, d[i]);
@@ -606,28 +594,23 @@ __global__ void __launch_bounds__(256) product_skinny(const bf16* x /*[n,ld]*/, 
   float* sums = shared_memory<float>();  // [8 warps][Tiles][16 outputs][8 rows]
   for (Index row0 = begin; row0 < end; row0 += 8 * Tiles) {
     Index xi[Tiles];
-#pragma unroll
-    for (int j = 0; j < Tiles; ++j) {
+    UNROLL for (int j = 0; j < Tiles; ++j) {
       const Index i = row0 + 8 * j + g;
       xi[j] = i >= end ? -1 : groups.order ? groups.order[i] / groups.active : i;
     }
     float d[Tiles][4] = {};
-#pragma unroll 4
-    for (Index k = warp * 32 + t * 8; k < ceil_div(ld, 256) * 256; k += 256) {
+    UNROLL_BY_4 for (Index k = warp * 32 + t * 8; k < ceil_div(ld, 256) * 256; k += 256) {
       const uint4 a0 = piece(w + (out0 + g) * ld + k, k < ld && out0 + g < out, true);
       const uint4 a1 = piece(w + (out0 + g + 8) * ld + k, k < ld && out0 + g + 8 < out, true);
       const uint32_t first[4] = {a0.x, a1.x, a0.y, a1.y}, second[4] = {a0.z, a1.z, a0.w, a1.w};
-#pragma unroll
-      for (int j = 0; j < Tiles; ++j) {
+      UNROLL for (int j = 0; j < Tiles; ++j) {
         const uint4 b = piece(x + xi[j] * ld + k, k < ld && xi[j] >= 0, false);
         mma_bf16(d[j], first, b.x, b.y);
         mma_bf16(d[j], second, b.z, b.w);
       }
     }
-#pragma unroll
-    for (int j = 0; j < Tiles; ++j)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) sums[((warp * Tiles + j) * 16 + g + e / 2 * 8) * 8 + t * 2 + e % 2] = d[j][e];
+    UNROLL for (int j = 0; j < Tiles; ++j) UNROLL for (int e = 0; e < 4; ++e)
+        sums[((warp * Tiles + j) * 16 + g + e / 2 * 8) * 8 + t * 2 + e % 2] = d[j][e];
     __syncthreads();  // partial sums: written by each warp, read by all
     for (int i = int(threadIdx.x); i < Tiles * 128; i += 256) {
       float sum = 0;
@@ -640,7 +623,7 @@ __global__ void __launch_bounds__(256) product_skinny(const bf16* x /*[n,ld]*/, 
 }
 
 /// swiglu -- Y[i,c] = silu(gate[i,c]) * up[i,c], both halves of one row [gate | up]; padding becomes 0. Twin: swiglu().
-///   grid   (ceil(ld/256), n)... as (n, pieces)     block 256: a thread owns one number
+///   grid   (n, ceil(ld/256))     block 256: a thread owns one number
 ///   bytes  6 n F     bound HBM
 __global__ void __launch_bounds__(256)
     swiglu(const bf16* gate_up /*[n,ldg]*/, Index ldg, Index F, bf16* y /*[n,ld]*/, Index ld) {
@@ -792,15 +775,12 @@ __global__ void __launch_bounds__(128) attend(const Row* rows, const Span* spans
     for (float& v : o) v *= shrink;
     for (int j = 0; j < 32 && base + j <= r.position; ++j) {
       const Kv* v = static_cast<const Kv*>(keys.v) + keys.row(r.slot, g, base + j, r.segment, s) * head_dim;
-#pragma unroll
-      for (int c = 0; c < 8; ++c)
-        if (c * 32 + lane < head_dim) o[c] += p[j] * to_float(v[c * 32 + lane]);
+      UNROLL for (int c = 0; c < 8; ++c) if (c * 32 + lane < head_dim) o[c] += p[j] * to_float(v[c * 32 + lane]);
     }
     __syncwarp();  // p: read by all before it is written again
   }
-#pragma unroll
-  for (int c = 0; c < 8; ++c)
-    if (c * 32 + lane < head_dim) out[i * ldo + h * head_dim + c * 32 + lane] = __float2bfloat16(o[c] / l);
+  UNROLL for (int c = 0; c < 8; ++c) if (c * 32 + lane < head_dim) out[i * ldo + h * head_dim + c * 32 + lane] =
+      __float2bfloat16(o[c] / l);
 }
 
 /// 64 rows of 64 BF16 numbers as TMA leaves them with the 128-byte swizzle: piece c of row r at c ^ r % 8.
@@ -862,14 +842,11 @@ __global__ void __launch_bounds__(128) attend_split(const __grid_constant__ CUte
     for (int j = 0; j < min(tiles, split_stages - 1); ++j) fetch(j);
 
   uint32_t qf[DH / 16][4];  // rows g and g + 8 of the group's queries
-#pragma unroll
-  for (int k = 0; k < DH / 16; ++k)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int h = g + e % 2 * 8;
-      const bf16* p = q + i * ldq + (head * group + h) * DH + k * 16 + e / 2 * 8 + t * 2;
-      qf[k][e] = h < group ? *reinterpret_cast<const uint32_t*>(p) : 0;
-    }
+  UNROLL for (int k = 0; k < DH / 16; ++k) UNROLL for (int e = 0; e < 4; ++e) {
+    const int h = g + e % 2 * 8;
+    const bf16* p = q + i * ldq + (head * group + h) * DH + k * 16 + e / 2 * 8 + t * 2;
+    qf[k][e] = h < group ? *reinterpret_cast<const uint32_t*>(p) : 0;
+  }
   float o[DH / 8][4] = {}, m[2] = {-INFINITY, -INFINITY}, l[2] = {};
   for (int j = 0; j < tiles; ++j) {
     const int stage = j % split_stages;
@@ -883,8 +860,7 @@ __global__ void __launch_bounds__(128) attend_split(const __grid_constant__ CUte
     const bf16* K = memory + stage * stage_size;
     const bf16* V = K + slabs * tile;
     float s[2][4] = {};  // 16 queries x 2 x 8 keys
-#pragma unroll
-    for (int k = 0; k < DH / 16; ++k) {
+    UNROLL for (int k = 0; k < DH / 16; ++k) {
       uint32_t kf[4];
       const int row = 16 * warp + lane / 16 * 8 + lane % 8;
       ldmatrix(kf, swizzled(K + k / 4 * tile, row, k % 4 * 2 + lane / 8 % 2));
@@ -892,11 +868,9 @@ __global__ void __launch_bounds__(128) attend_split(const __grid_constant__ CUte
       mma_bf16(s[1], qf[k], kf[2], kf[3]);
     }
     uint32_t pf[4];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {  // query rows g and g + 8
+    UNROLL for (int half = 0; half < 2; ++half) {  // query rows g and g + 8
       float v[4], highest = m[half];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
+      UNROLL for (int e = 0; e < 4; ++e) {
         const int key = begin + 64 * j + 16 * warp + e / 2 * 8 + t * 2 + e % 2;
         v[e] = key < end ? s[e / 2][half * 2 + e % 2] * scale_log2 : -INFINITY;
         highest = fmaxf(highest, v[e]);
@@ -906,15 +880,12 @@ __global__ void __launch_bounds__(128) attend_split(const __grid_constant__ CUte
       const float base = highest == -INFINITY ? 0 : highest;  // none of the warp's keys seen yet
       const float shrink = fast_exp2(m[half] - base);
       float sum = 0;
-#pragma unroll
-      for (int e = 0; e < 4; ++e) v[e] = fast_exp2(v[e] - base), sum += v[e];
+      UNROLL for (int e = 0; e < 4; ++e) v[e] = fast_exp2(v[e] - base), sum += v[e];
       l[half] = l[half] * shrink + sum, m[half] = highest;
       pf[half] = pack(v[0], v[1]), pf[half + 2] = pack(v[2], v[3]);
-#pragma unroll
-      for (int c = 0; c < DH / 8; ++c) o[c][half * 2] *= shrink, o[c][half * 2 + 1] *= shrink;
+      UNROLL for (int c = 0; c < DH / 8; ++c) o[c][half * 2] *= shrink, o[c][half * 2 + 1] *= shrink;
     }
-#pragma unroll
-    for (int c = 0; c < DH / 16; ++c) {
+    UNROLL for (int c = 0; c < DH / 16; ++c) {
       uint32_t vf[4];
       ldmatrix_trans(vf, swizzled(V + c / 4 * tile, 16 * warp + lane % 16, c % 4 * 2 + lane / 16));
       mma_bf16(o[2 * c], pf, vf[0], vf[1]);
@@ -924,18 +895,16 @@ __global__ void __launch_bounds__(128) attend_split(const __grid_constant__ CUte
     if (lane == 0) mbar_arrive(empty + stage);
   }
   // the four warps' results meet in shared memory, where the stages were
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  UNROLL for (int half = 0; half < 2; ++half) {
     l[half] += __shfl_xor_sync(0xffffffffu, l[half], 1);
     l[half] += __shfl_xor_sync(0xffffffffu, l[half], 2);
   }
   __syncthreads();                       // all stages have been read by all
   float* meet = shared_memory<float>();  // [4 warps][16 queries][DH + 2]
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  UNROLL for (int half = 0; half < 2; ++half) {
     float* row = meet + (warp * 16 + g + half * 8) * (DH + 2);
-#pragma unroll
-    for (int c = 0; c < DH / 8; ++c) row[c * 8 + t * 2] = o[c][half * 2], row[c * 8 + t * 2 + 1] = o[c][half * 2 + 1];
+    UNROLL for (int c = 0; c < DH / 8; ++c) row[c * 8 + t * 2] = o[c][half * 2],
+                                                            row[c * 8 + t * 2 + 1] = o[c][half * 2 + 1];
     if (t == 0) row[DH] = m[half], row[DH + 1] = l[half];
   }
   __syncthreads();  // the warps' results: written by each, read by all
@@ -1039,14 +1008,11 @@ __global__ void __launch_bounds__(160) attend_tiles(const __grid_constant__ CUte
 
   const int row = 16 * warp + g;  // this lane's query rows: row and row + 8
   uint32_t qf[DH / 16][4];
-#pragma unroll
-  for (int k = 0; k < DH / 16; ++k)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int i = mine.first + row + e % 2 * 8;
-      const bf16* p = q + (s.first + Index(i)) * ldq + h * DH + k * 16 + e / 2 * 8 + t * 2;
-      qf[k][e] = i < s.rows ? *reinterpret_cast<const uint32_t*>(p) : 0;
-    }
+  UNROLL for (int k = 0; k < DH / 16; ++k) UNROLL for (int e = 0; e < 4; ++e) {
+    const int i = mine.first + row + e % 2 * 8;
+    const bf16* p = q + (s.first + Index(i)) * ldq + h * DH + k * 16 + e / 2 * 8 + t * 2;
+    qf[k][e] = i < s.rows ? *reinterpret_cast<const uint32_t*>(p) : 0;
+  }
   // S lives across the loop: set anew inside, its registers would be written between the fence and wgmma
   float S[32] = {}, o[slabs][32] = {}, m[2] = {-INFINITY, -INFINITY}, l[2] = {};
   for (int j = 0; j < tiles; ++j) {
@@ -1056,19 +1022,16 @@ __global__ void __launch_bounds__(160) attend_tiles(const __grid_constant__ CUte
     const bf16* V = K + slabs * tile;
     settle_registers(S);
     wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < DH / 16; ++k)  // 16 columns are 32 bytes of the swizzled row
-      wgmma_rs<false>(S, qf[k], descriptor(K + k / 4 * tile + k % 4 * 16), k > 0);
+    UNROLL for (int k = 0; k < DH / 16; ++k)  // 16 columns are 32 bytes of the swizzled row
+        wgmma_rs<false>(S, qf[k], descriptor(K + k / 4 * tile + k % 4 * 16), k > 0);
     wgmma_commit();
     wgmma_wait<0>();
     const int key0 = k0 + 64 * j + t * 2;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    UNROLL for (int half = 0; half < 2; ++half) {
       const int position = q0 + row + half * 8;
       const int oldest = keys.window ? position - keys.window + 1 : 0;
       float highest = m[half];
-#pragma unroll
-      for (int e = 0; e < 16; ++e) {
+      UNROLL for (int e = 0; e < 16; ++e) {
         const int key = key0 + e / 2 * 8 + e % 2;
         float& v = S[e / 2 * 4 + half * 2 + e % 2];
         v = key <= position && key >= oldest ? v * scale_log2 : -INFINITY;
@@ -1079,42 +1042,32 @@ __global__ void __launch_bounds__(160) attend_tiles(const __grid_constant__ CUte
       const float base = highest == -INFINITY ? 0 : highest;  // no key of this row so far
       const float shrink = fast_exp2(m[half] - base);
       float sum = 0;
-#pragma unroll
-      for (int e = 0; e < 16; ++e) {
+      UNROLL for (int e = 0; e < 16; ++e) {
         float& v = S[e / 2 * 4 + half * 2 + e % 2];
         v = fast_exp2(v - base), sum += v;
       }
       l[half] = l[half] * shrink + sum, m[half] = highest;
-#pragma unroll
-      for (int i = 0; i < slabs; ++i)
-#pragma unroll
-        for (int e = 0; e < 16; ++e) o[i][e / 2 * 4 + half * 2 + e % 2] *= shrink;
+      UNROLL for (int i = 0; i < slabs; ++i) UNROLL for (int e = 0; e < 16; ++e) o[i][e / 2 * 4 + half * 2 + e % 2] *=
+          shrink;
     }
     uint32_t pf[4][4];  // the accumulators of keys 16 k .. 16 k + 15 are the A operand of step k
-#pragma unroll
-    for (int k = 0; k < 4; ++k)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) pf[k][e] = pack(S[k * 8 + e * 2], S[k * 8 + e * 2 + 1]);
-#pragma unroll
-    for (int i = 0; i < slabs; ++i) settle_registers(o[i]);
+    UNROLL for (int k = 0; k < 4; ++k) UNROLL for (int e = 0; e < 4; ++e) pf[k][e] =
+        pack(S[k * 8 + e * 2], S[k * 8 + e * 2 + 1]);
+    UNROLL for (int i = 0; i < slabs; ++i) settle_registers(o[i]);
     wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < 4; ++k)
-#pragma unroll
-      for (int i = 0; i < slabs; ++i) wgmma_rs<true>(o[i], pf[k], descriptor(V + i * tile + k * 16 * 64), true);
+    UNROLL for (int k = 0; k < 4; ++k) UNROLL for (int i = 0; i < slabs; ++i)
+        wgmma_rs<true>(o[i], pf[k], descriptor(V + i * tile + k * 16 * 64), true);
     wgmma_commit();
     wgmma_wait<0>();
     mbar_arrive(empty + stage);
   }
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  UNROLL for (int half = 0; half < 2; ++half) {
     l[half] += __shfl_xor_sync(0xffffffffu, l[half], 1);
     l[half] += __shfl_xor_sync(0xffffffffu, l[half], 2);
     const int i = mine.first + row + half * 8;
     if (i >= s.rows) continue;
     bf16* to = out + (s.first + Index(i)) * ldo + h * DH + t * 2;
-#pragma unroll
-    for (int c = 0; c < DH / 8; ++c) {
+    UNROLL for (int c = 0; c < DH / 8; ++c) {
       const float* v = o[c / 8] + c % 8 * 4 + half * 2;
       *reinterpret_cast<uint32_t*>(to + c * 8) = pack(v[0] / l[half], v[1] / l[half]);
     }
@@ -1431,9 +1384,8 @@ class CudaEngine final : public Engine {
   Index global_rows() const override { return global_rows_; }
 
   void forward(std::span<const Segment> pass, float* logits) override;
-  /// forward(), then one token for every wanted row, drawn where the logits lie; u [rows] are numbers in [0, 1).
-  void forward_sample(std::span<const Segment> pass, double temperature, Index top_k, double top_p,
-      std::span<const double> u, int* tokens);
+  void forward_sample(
+      std::span<const Segment> pass, const Sampling& how, std::span<const double> u, int* tokens) override;
 
  private:
   struct Sequence {
@@ -1522,7 +1474,6 @@ class CudaEngine final : public Engine {
   // the pass: tables that the host writes and one copy brings to the device, then the activations
   Buffer<char, /*pinned=*/true> tables_;
   Buffer<char> device_tables_;
-  Index pass_bytes_ = 0;
   Rows all_, wanted_;
   int* wanted_index_ = nullptr;  ///< device: which of all rows are wanted
   Buffer<float2> turns_;
@@ -1559,14 +1510,13 @@ Matrix CudaEngine::upload_matrix(const std::vector<Tensor>& parts, Index columns
   for (const Tensor& t : parts) m.rows += t.rows;
   m.data = Buffer<bf16>(m.rows * m.ld());
   const Index step = std::max<Index>(1, (Index(16) << 20) / m.ld());
-  std::vector<bf16> host(std::size_t(std::min(step, std::max<Index>(m.rows, 1)) * m.ld()));
+  std::vector<bf16> host(std::size_t(std::min(step, m.rows) * m.ld()), __float2bfloat16(0.0f));
   Index row = 0;
   for (const Tensor& part : parts)
     for (Index first = 0; first < part.rows; first += step) {
       const Tensor t = part.slice(first, std::min(step, part.rows - first));
-      std::fill(host.begin(), host.end(), __float2bfloat16(0.0f));
       for (Index r = 0; r < t.rows; ++r) {
-        bf16* to = host.data() + r * m.ld();
+        bf16* to = host.data() + r * m.ld();  // the padding behind the columns is never written: it stays 0
         if (t.dtype == Dtype::bf16)
           std::memcpy(static_cast<void*>(to), static_cast<const bf16*>(t.data) + r * columns, std::size_t(columns) * 2);
         else
@@ -1623,7 +1573,7 @@ CudaEngine::Cache CudaEngine::make_cache(Index rows) {
   cache.k = Buffer<char>(bytes, /*clear=*/true), cache.v = Buffer<char>(bytes, /*clear=*/true);
   if (fast_attention_ && rows) {
     if (rows >= std::numeric_limits<int>::max()) fail("CUDA: a cache of ", rows, " rows; at most 2^31 - 2");
-    cache.k_map = tensor_map(cache.k.get(), rows, c_.head_dim),
+    cache.k_map = tensor_map(cache.k.get(), rows, c_.head_dim);
     cache.v_map = tensor_map(cache.v.get(), rows, c_.head_dim);
   }
   return cache;
@@ -1856,7 +1806,6 @@ void CudaEngine::prepare(std::span<const Segment> pass) {
       *index++ = first + i;
     first += rows;
   }
-  pass_bytes_ = used;
   CUDA_CHECK(cudaMemcpyAsync(device_tables_.get(), host, std::size_t(used), cudaMemcpyHostToDevice, stream_));
 
   Index longest = 1;
@@ -1997,7 +1946,7 @@ void CudaEngine::forward(std::span<const Segment> pass, float* logits) {
     const auto key = std::pair{all_.n, split_count_};
     auto found = graphs_.find(key);
     if (found == graphs_.end()) {
-      CUDA_CHECK(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
+      CUDA_CHECK(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeRelaxed));
       body();
       cudaGraph_t graph = nullptr;
       Graph made;
@@ -2031,8 +1980,8 @@ void CudaEngine::forward(std::span<const Segment> pass, float* logits) {
   }
 }
 
-void CudaEngine::forward_sample(std::span<const Segment> pass, double temperature, Index top_k, double top_p,
-    std::span<const double> u, int* tokens) {
+void CudaEngine::forward_sample(
+    std::span<const Segment> pass, const Sampling& how, std::span<const double> u, int* tokens) {
   forward(pass, nullptr);
   if (wanted_.n > head_rows_ || c_.vocab_size > 1 << 24)
     fail("CUDA: ", wanted_.n, " rows are too many to draw from at once");
@@ -2040,8 +1989,9 @@ void CudaEngine::forward_sample(std::span<const Segment> pass, double temperatur
   Buffer<float> device_u(wanted_.n);
   Buffer<int> device_tokens(wanted_.n);
   CUDA_CHECK(cudaMemcpyAsync(device_u.get(), numbers.data(), numbers.size() * 4, cudaMemcpyHostToDevice, stream_));
-  launch(grid(wanted_.n, 1, 1, 512, 32 * sizeof(float)), sample, logits_.get(), int(c_.vocab_size), float(temperature),
-      int(std::min<Index>(top_k, c_.vocab_size)), float(top_p), device_u.get(), device_tokens.get());
+  launch(grid(wanted_.n, 1, 1, 512, 32 * sizeof(float)), sample, logits_.get(), int(c_.vocab_size),
+      float(how.temperature), int(std::min<Index>(how.top_k, c_.vocab_size)), float(how.top_p), device_u.get(),
+      device_tokens.get());
   CUDA_CHECK(cudaMemcpyAsync(tokens, device_tokens.get(), numbers.size() * 4, cudaMemcpyDeviceToHost, stream_));
   CUDA_CHECK(cudaStreamSynchronize(stream_));
 }

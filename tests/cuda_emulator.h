@@ -506,6 +506,8 @@ inline void check_shape(const Shape& s, const void* kernel) {
 
 }  // namespace emu
 
+#define UNROLL
+#define UNROLL_BY_4
 #define threadIdx (::emu::machine.current->index)  // the others are variables: runtime structures have such fields
 
 template <class... Parameter, class... Argument>

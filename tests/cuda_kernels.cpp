@@ -475,7 +475,7 @@ TEST_CASE("cuda engine: tokens drawn on the device", "[cuda]") {
     std::vector<float> logits(2 * std::size_t(c.vocab_size));
     std::vector<int> tokens(2, -1);
     twin.forward(pass, logits.data());
-    engine.forward_sample(pass, 0, 0, 1, std::vector<double>{0.2, 0.7}, tokens.data());
+    engine.forward_sample(pass, {}, std::vector<double>{0.2, 0.7}, tokens.data());
     for (std::size_t r = 0; r < 2; ++r) {
       const auto row = logits.begin() + std::ptrdiff_t(r) * c.vocab_size;
       CHECK(tokens[r] == std::max_element(row, row + c.vocab_size) - row);
