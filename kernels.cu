@@ -26,7 +26,6 @@
 #include <cstring>
 #include <limits>
 #include <map>
-#include <numeric>
 
 #include "yocou.h"
 #ifndef YOCOU_EMULATE
@@ -232,22 +231,28 @@ __device__ inline uint32_t pack(float a, float b) {
   const uint32_t low = __bfloat16_as_ushort(__float2bfloat16(a)), high = __bfloat16_as_ushort(__float2bfloat16(b));
   return low | high << 16;
 }
-/// Sum over the warp, the same bits in every lane.
-__device__ inline float warp_sum(float v) {
-  for (int i = 16; i; i /= 2) v += __shfl_xor_sync(0xffffffffu, v, i);
+/// Sum or maximum over the warp, the same bits in every lane.
+struct Sum {
+  static constexpr float none = 0;
+  __device__ static float of(float a, float b) { return a + b; }
+};
+struct Max {
+  static constexpr float none = -std::numeric_limits<float>::infinity();
+  __device__ static float of(float a, float b) { return fmaxf(a, b); }
+};
+template <class Op>
+__device__ float warp_reduce(float v) {
+  for (int i = 16; i; i /= 2) v = Op::of(v, __shfl_xor_sync(0xffffffffu, v, i));
   return v;
 }
-__device__ inline float warp_max(float v) {
-  for (int i = 16; i; i /= 2) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, i));
-  return v;
-}
-/// Sum over the block; `scratch` holds 32 floats and may be reused after the next barrier.
-__device__ inline float block_sum(float v, float* scratch) {
+/// The same over the block; `scratch` holds 32 floats and may be reused after the next barrier.
+template <class Op>
+__device__ float block_reduce(float v, float* scratch) {
   const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  v = warp_sum(v);
+  v = warp_reduce<Op>(v);
   if (lane == 0) scratch[warp] = v;
   __syncthreads();  // written by lane 0 of each warp, read by all
-  return warp_sum(lane < blockDim.x / 32 ? scratch[lane] : 0.0f);
+  return warp_reduce<Op>(lane < blockDim.x / 32 ? scratch[lane] : Op::none);
 }
 
 inline constexpr float log2_e = 1.4426950408889634f;
@@ -316,7 +321,7 @@ __global__ void __launch_bounds__(256) rms_norm(const float* x /*[n,D]*/, const 
   const float* row = x + (which ? which[blockIdx.x] : Index(blockIdx.x)) * D;
   float sum = 0;
   for (Index c = threadIdx.x; c < D; c += 256) sum += row[c] * row[c];
-  const float scale = 1 / sqrtf(block_sum(sum, shared_memory<float>()) / float(D) + eps);
+  const float scale = 1 / sqrtf(block_reduce<Sum>(sum, shared_memory<float>()) / float(D) + eps);
   for (Index c = threadIdx.x; c < ld; c += 256)
     y[blockIdx.x * ld + c] = __float2bfloat16(c < D ? row[c] * scale * gain[c] : 0.0f);
 }
@@ -672,7 +677,7 @@ __global__ void __launch_bounds__(128) route(const float* logits /*[n,E]*/, Inde
     if (j == 0) {
       top = best;
       for (int e = lane; e < E; e += 32) sum += expf(row[e] - top);
-      sum = warp_sum(sum);
+      sum = warp_reduce<Sum>(sum);
     }
     last = best, last_index = index;
     const float p = expf(best - top) / sum;
@@ -768,9 +773,10 @@ __global__ void __launch_bounds__(128) attend(const Row* rows, const Span* spans
       for (int c = 0; c < head_dim; ++c) score += to_float(query[c]) * to_float(k[c]);
       score *= scale;
     }
-    const float highest = fmaxf(m, warp_max(score)), shrink = expf(m - highest);  // a key is always seen: finite
+    const float highest = fmaxf(m, warp_reduce<Max>(score)),
+                shrink = expf(m - highest);  // a key is always seen: finite
     p[lane] = expf(score - highest);
-    l = l * shrink + warp_sum(p[lane]), m = highest;
+    l = l * shrink + warp_reduce<Sum>(p[lane]), m = highest;
     __syncwarp();  // p: written by each lane, read by all
     for (float& v : o) v *= shrink;
     for (int j = 0; j < 32 && base + j <= r.position; ++j) {
@@ -786,6 +792,21 @@ __global__ void __launch_bounds__(128) attend(const Row* rows, const Span* spans
 /// 64 rows of 64 BF16 numbers as TMA leaves them with the 128-byte swizzle: piece c of row r at c ^ r % 8.
 __device__ inline const bf16* swizzled(const bf16* tile, int row, int piece) {
   return tile + row * 64 + (piece ^ row % 8) * 8;
+}
+
+/// Partial attention results of one query, each [DH numbers, m, l], weighted by exp2(m - max m): number c of their sum.
+struct Part {
+  float highest, sum, value;
+};
+template <int DH>
+__device__ Part merge_parts(const float* row, int count, int stride, int c) {
+  Part all{-INFINITY, 0, 0};
+  for (int i = 0; i < count; ++i) all.highest = fmaxf(all.highest, row[i * stride + DH]);
+  for (int i = 0; i < count; ++i, row += stride) {
+    const float factor = fast_exp2(row[DH] - all.highest);
+    all.sum += factor * row[DH + 1], all.value += factor * row[c];
+  }
+  return all;
 }
 
 inline constexpr int split_rows = 512;  ///< keys that a block of attend_split owns: fixed, so that a row's result does
@@ -911,19 +932,14 @@ __global__ void __launch_bounds__(128) attend_split(const __grid_constant__ CUte
   for (int item = int(threadIdx.x); item < group * DH; item += 128) {
     const int h = item / DH, c = item % DH;
     const float* row = meet + h * (DH + 2);
-    float highest = -INFINITY, sum = 0, value = 0;
-    for (int w = 0; w < 4; ++w) highest = fmaxf(highest, row[w * 16 * (DH + 2) + DH]);
-    for (int w = 0; w < 4; ++w, row += 16 * (DH + 2)) {
-      const float factor = fast_exp2(row[DH] - highest);
-      sum += factor * row[DH + 1], value += factor * row[c];
-    }
+    const Part all = merge_parts<DH>(row, 4, 16 * (DH + 2), c);
     const Index qh = head * group + h;
     if (splits == 1) {
-      out[i * ldo + qh * DH + c] = __float2bfloat16(value / sum);
+      out[i * ldo + qh * DH + c] = __float2bfloat16(all.value / all.sum);
     } else {
       float* to = part + ((i * heads + qh) * splits + split) * (DH + 2);
-      to[c] = value;
-      if (c == 0) to[DH] = highest, to[DH + 1] = sum;
+      to[c] = all.value;
+      if (c == 0) to[DH] = all.highest, to[DH + 1] = all.sum;
     }
   }
 }
@@ -940,13 +956,8 @@ __global__ void __launch_bounds__(DH) attend_merge(
   const int seen = window ? min(position + 1, window) : position + 1;
   const int used = (seen + split_rows - 1) / split_rows;
   const float* row = part + (i * gridDim.x + h) * splits * (DH + 2);
-  float highest = -INFINITY, sum = 0, value = 0;
-  for (int s = 0; s < used; ++s) highest = fmaxf(highest, row[s * (DH + 2) + DH]);
-  for (int s = 0; s < used; ++s, row += DH + 2) {
-    const float factor = fast_exp2(row[DH] - highest);
-    sum += factor * row[DH + 1], value += factor * row[c];
-  }
-  out[i * ldo + h * DH + c] = __float2bfloat16(value / sum);
+  const Part all = merge_parts<DH>(row, used, DH + 2, c);
+  out[i * ldo + h * DH + c] = __float2bfloat16(all.value / all.sum);
 }
 
 /// 64 query rows of one segment: what a block of attend_tiles owns.
@@ -1099,21 +1110,22 @@ __device__ inline float from_sort_key(uint32_t key) { return __uint_as_float(key
 ///   grid   n     block 512: thread t owns tokens t, t + 512, ..
 ///   needs  V <= 2^24 (counts are kept in float)
 ///   bytes  nothing is sorted: "how much lies at or above this logit" is one pass over the row, from L2, and a search by
-///          bits, 32 passes, finds the logit where the answer crosses a bound. Greedy 64 passes, otherwise up to 170 of
-///          4 V bytes, about 1 us each for V = 100K (an estimate), all rows at once
+///          bits, 32 passes, finds the logit where the answer crosses a bound. Greedy takes 2 passes, the rest up to 140
+///          of 4 V bytes, about 1 us each for V = 100K (an estimate), all rows at once
 ///   ties   the lower id first, in every step
 __global__ void __launch_bounds__(512) sample(const float* logits /*[n,V]*/, int V, float temperature, int top_k,
     float top_p, const float* u /*[n]*/, int* token /*[n]*/) {
   grid_wait(), grid_launch();
   const float* row = logits + Index(blockIdx.x) * V;
   float* scratch = shared_memory<float>();
-  const auto total = [&](auto&& f) {  // of f(token, key), over all tokens
-    float sum = 0;
-    for (int i = int(threadIdx.x); i < V; i += 512) sum += f(i, sort_key(row[i]));
-    sum = block_sum(sum, scratch);
-    __syncthreads();  // scratch: read by all before the next sum
-    return sum;
+  const auto reduce = [&]<class Op>(Op, auto&& f) {  // of f(token, key), over all tokens
+    float v = Op::none;
+    for (int i = int(threadIdx.x); i < V; i += 512) v = Op::of(v, f(i, sort_key(row[i])));
+    v = block_reduce<Op>(v, scratch);
+    __syncthreads();  // scratch: read by all before it is used again
+    return v;
   };
+  const auto total = [&](auto&& f) { return reduce(Sum{}, f); };
   const auto search = [](auto&& holds) {  // the largest number for which it holds; it holds for 0
     uint32_t found = 0;
     for (uint32_t bit = 0x80000000u; bit; bit >>= 1)
@@ -1127,9 +1139,14 @@ __global__ void __launch_bounds__(512) sample(const float* logits /*[n,V]*/, int
     });
     if (threadIdx.x == 0) token[blockIdx.x] = before < uint32_t(V) ? int(before) : V - 1;
   };
-  const uint32_t top = search([&](uint32_t key) { return count_from(key) > 0; });
-  if (temperature == 0) return put(top, 0);
-  const float factor = fminf(log2_e / temperature, 1e30f), highest = from_sort_key(top);
+  const float highest = reduce(Max{}, [](int, uint32_t k) { return from_sort_key(k); });
+  if (temperature == 0) {
+    const float first =
+        reduce(Max{}, [=](int i, uint32_t k) { return from_sort_key(k) == highest ? -float(i) : Max::none; });
+    if (threadIdx.x == 0) token[blockIdx.x] = int(-first);
+    return;
+  }
+  const float factor = fminf(log2_e / temperature, 1e30f);
   const auto p = [&](uint32_t key) { return fast_exp2((from_sort_key(key) - highest) * factor); };
   const auto mass_from = [&](uint32_t key) { return total([&](int, uint32_t k) { return k >= key ? p(k) : 0.0f; }); };
   // the candidates: all tokens above `least`, and the first `ties` that equal it
@@ -1207,8 +1224,7 @@ CUtensorMap tensor_map(void* base, Index rows, Index columns) {
 
 /// The arguments of y = x W^T: x [n,ld], W [out,ld], y [n,ldy].
 struct Product {
-  const bf16* x;
-  const bf16* w;
+  const bf16 *x, *w;
   Index ld;
   void* y;
   Index ldy, n, out;
@@ -1393,10 +1409,6 @@ class CudaEngine final : public Engine {
     Index length = 0;
     std::vector<int> pages;
   };
-  struct Graph {
-    cudaGraphExec_t exec = nullptr;
-    Ledger ledger;
-  };
   /// One cache: K and V of a ring or of a pool of pages, and how TMA sees them.
   struct Cache {
     Buffer<char> k, v;
@@ -1426,7 +1438,7 @@ class CudaEngine final : public Engine {
   void head(const Rows& r, const float* x, Index first, Index count);
   void settle(const Ledger& ledger);
   void forget_graphs() {
-    for (auto& [key, g] : graphs_) cudaGraphExecDestroy(g.exec);
+    for (auto& [key, g] : graphs_) cudaGraphExecDestroy(g.first);
     graphs_.clear();
   }
   // --- operations
@@ -1483,7 +1495,8 @@ class CudaEngine final : public Engine {
   Index head_rows_ = 0, split_count_ = 1;
   bool tracing_ = false;
   Ledger ledger_;
-  std::map<std::pair<Index, Index>, Graph> graphs_;  ///< by batch size and splits of the longest sequence
+  std::map<std::pair<Index, Index>, std::pair<cudaGraphExec_t, Ledger>>
+      graphs_;  ///< by batch size and splits of the longest sequence
 };
 
 /// Number i of a tensor.
@@ -1653,7 +1666,6 @@ void CudaEngine::grouped_product(
   };
   // an expert's share of the rows is not known here: 8 rows at a time suit a decode step, where it is about n / E
   if (rungs_.skinny && n <= 8 * count) return skinny(std::integral_constant<int, 1>{});
-  if (rungs_.skinny && n <= 16 * count) return skinny(std::integral_constant<int, 2>{});
   if (rungs_.skinny && n <= 32 * count) return skinny(std::integral_constant<int, 4>{});
   const Index spare = groups.start ? count : 0;  // every group may end in a tile that is not full
   if (rungs_.hopper)
@@ -1746,19 +1758,18 @@ void CudaEngine::attention(std::size_t stage, Index cache_index, const Rows& r) 
 
 /// Checks the pass, gives pages to the growing sequences, and sends the tables of its rows.
 void CudaEngine::prepare(std::span<const Segment> pass) {
-  Index n = 0, need = 0;
+  Index n = 0, held = 0;
+  for (const Sequence& s : sequences_) held += s.length;
   std::vector<char> seen(sequences_.size());
   for (const Segment& g : pass) {
-    const Sequence& s = at(g.sequence);
+    at(g.sequence);
     if (std::exchange(seen[std::size_t(g.sequence)], 1)) fail("CUDA: sequence ", g.sequence, " is in the pass twice");
     for (const int t : g.tokens)
       if (t < 0 || t >= c_.vocab_size) fail("token ", t, " is not in 0 .. ", c_.vocab_size - 1);
     n += Index(g.tokens.size());
-    need += ceil_div(s.length + Index(g.tokens.size()), block_rows) - Index(s.pages.size());
   }
   if (n > o_.max_rows) fail("CUDA: a pass of ", n, " rows; at most ", o_.max_rows, " were asked for");
-  if (page_bytes_ && need > Index(free_pages_.size()))
-    fail("CUDA: the caches are full: ", o_.max_tokens, " positions were asked for");
+  if (page_bytes_ && held + n > o_.max_tokens) fail("CUDA: caches for ", o_.max_tokens, " positions are full");
 
   char* host = tables_.get();
   Index used = 0;
@@ -1949,18 +1960,17 @@ void CudaEngine::forward(std::span<const Segment> pass, float* logits) {
       CUDA_CHECK(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeRelaxed));
       body();
       cudaGraph_t graph = nullptr;
-      Graph made;
+      cudaGraphExec_t exec = nullptr;
       CUDA_CHECK(cudaStreamEndCapture(stream_, &graph));
-      CUDA_CHECK(cudaGraphInstantiate(&made.exec, graph, 0));
+      CUDA_CHECK(cudaGraphInstantiate(&exec, graph, 0));
       CUDA_CHECK(cudaGraphDestroy(graph));
-      made.ledger = ledger_;
-      found = graphs_.emplace(key, std::move(made)).first;
+      found = graphs_.emplace(key, std::pair{exec, ledger_}).first;
     } else if (c_.has_shared()) {
       global_rows_ += all_.n * Index(caches_.back().size());
     }
-    CUDA_CHECK(cudaGraphLaunch(found->second.exec, stream_));
+    CUDA_CHECK(cudaGraphLaunch(found->second.first, stream_));
     if (logits) copy_out(0, all_.n);
-    ledger_ = found->second.ledger;
+    ledger_ = found->second.second;
   } else {
     const auto [rows, x] = body();
     for (Index first = 0; first < wanted_.n; first += head_rows_) {
