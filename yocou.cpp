@@ -528,7 +528,7 @@ std::uint64_t attention_tile(const Config& c, const Part& part, const Keys& keys
 }
 
 // =====================================================================================================================
-// 5. The parts of a layer: RMSNorm, RoPE, SwiGLU, routing
+// 5. The parts of a layer: RMSNorm, RoPE, SwiGLU, routing; drawing a token
 
 /// Runs f(row) for n rows of about `cost` FLOP each, on all threads when that pays.
 template <class F>
@@ -613,6 +613,31 @@ void route(const Moe& moe, const float* logits, Index* chosen, float* weight) {
     for (Index k = 0; k < moe.active; ++k) weight[k] /= taken;
 }
 
+/// The largest of logits [V]; ties: the lower id.
+int greedy(std::span<const float> logits) {
+  return static_cast<int>(std::max_element(logits.begin(), logits.end()) - logits.begin());
+}
+
+/// One token for a row of logits [V] and a number u in [0, 1).
+int draw(std::span<const float> logits, const Sampling& how, double u) {
+  if (how.temperature == 0) return greedy(logits);
+  std::vector<int> order(logits.size());
+  std::iota(order.begin(), order.end(), 0);
+  const auto before = [&](int a, int b) { return logits[a] != logits[b] ? logits[a] > logits[b] : a < b; };
+  const Index keep = how.top_k ? std::min<Index>(how.top_k, std::ssize(order)) : std::ssize(order);
+  std::partial_sort(order.begin(), order.begin() + keep, order.end(), before);
+  std::vector<double> p(static_cast<std::size_t>(keep));
+  double sum = 0, kept = 0;
+  for (Index i = 0; i < keep; ++i)  // a difference of logits first: a tiny temperature then gives 0, never inf - inf
+    sum += p[i] = std::exp((double{logits[order[i]]} - logits[order[0]]) / how.temperature);
+  Index count = 0;
+  while (count < keep && kept < how.top_p * sum) kept += p[count++];
+  u *= kept;
+  for (Index i = 0; i < count; ++i)
+    if ((u -= p[i]) < 0) return order[i];
+  return order[count - 1];  // the subtractions' rounding left a trace of u
+}
+
 // =====================================================================================================================
 // 6. The model
 
@@ -663,6 +688,14 @@ class CpuEngine final : public Engine {
       t.v = t.s + rows * key_tile, t.max = t.v + key_tile * c_.head_dim, t.sum = t.max + rows;
       scratch_.push_back(std::move(t));
     }
+  }
+
+  void forward_sample(
+      std::span<const Segment> pass, const Sampling& how, std::span<const double> u, int* tokens) override {
+    logits_.resize(u.size() * static_cast<std::size_t>(c_.vocab_size));
+    forward(pass, logits_.data());
+    for (std::size_t i = 0; i < u.size(); ++i)
+      tokens[i] = draw(std::span(logits_).subspan(i * c_.vocab_size, c_.vocab_size), how, u[i]);
   }
 
   int open() override {
@@ -957,6 +990,7 @@ class CpuEngine final : public Engine {
   Index rows_ = 0;
   Slab x_, a_, q_, k_, v_, o_, cos_, sin_, gate_, up_;  // [n,D] [n,D] [n,H dh] [n,G dh] .. [n,dh/2] .. [n,F]
   Slab router_, gathered_, expert_gate_, expert_up_;    // [n,E] [n A,D] [n A,Fe] [n A,Fe]
+  std::vector<float> logits_;                           // of forward_sample
   std::vector<float> weight_;                           // [n,A]
   std::vector<Index> chosen_, slot_, load_, first_;     // [n,A] [n,A] [E] [E]
   std::vector<double> frequency_;                       // [dh/2] theta^(-2i/dh)
@@ -1010,37 +1044,12 @@ void forward_all(Engine& engine, const Config& c, int sequence, std::span<const 
   }
 }
 
-/// The largest of logits [V]; ties: the lower id.
-int greedy(std::span<const float> logits) {
-  return static_cast<int>(std::max_element(logits.begin(), logits.end()) - logits.begin());
-}
-
-/// Draws tokens: temperature, then top-k, then top-p, renormalised after each.
-struct Sampler {
-  double temperature = 1;  ///< 0: greedy
-  Index top_k = 0;         ///< 0: off
-  double top_p = 1;        ///< the smallest set of largest probabilities that reaches it
+/// A seeded source of draws.
+struct Sampler : Sampling {
   std::mt19937_64 random;
 
-  int operator()(std::span<const float> logits) {
-    if (temperature == 0) return greedy(logits);
-    std::vector<int> order(logits.size());
-    std::iota(order.begin(), order.end(), 0);
-    const auto before = [&](int a, int b) { return logits[a] != logits[b] ? logits[a] > logits[b] : a < b; };
-    const Index keep = top_k ? std::min<Index>(top_k, std::ssize(order)) : std::ssize(order);
-    std::partial_sort(order.begin(), order.begin() + keep, order.end(), before);
-    std::vector<double> p(static_cast<std::size_t>(keep));
-    double sum = 0;
-    for (Index i = 0; i < keep; ++i)  // a difference of logits first: a tiny temperature then gives 0, never inf - inf
-      sum += p[i] = std::exp((static_cast<double>(logits[order[i]]) - logits[order[0]]) / temperature);
-    Index count = 0;
-    double kept = 0;
-    while (count < keep && kept < top_p * sum) kept += p[count++];
-    double u = static_cast<double>(random() >> 11) * 0x1p-53 * kept;
-    for (Index i = 0; i < count; ++i)
-      if ((u -= p[i]) < 0) return order[i];
-    return order[count - 1];  // the subtractions' rounding left a trace of u
-  }
+  double uniform() { return static_cast<double>(random() >> 11) * 0x1p-53; }  ///< in [0, 1)
+  int operator()(std::span<const float> logits) { return draw(logits, *this, temperature == 0 ? 0 : uniform()); }
 };
 
 // =====================================================================================================================
@@ -2087,11 +2096,17 @@ int generate(const Options& o) {
     });
     start = Clock::now();
     while (std::ssize(tokens) < o.n) {
-      if (!tokens.empty()) {
-        decode(*engine, {&sequence, 1}, {&tokens.back(), 1}, logits.data());
+      stop_if_interrupted();
+      if (tokens.empty()) {
+        tokens.push_back(sample(logits));
+      } else {
+        const Segment step{sequence, {&tokens.back(), 1}, Logits::last};
+        const double u = sample.temperature == 0 ? 0 : sample.uniform();
+        int next = 0;
+        engine->forward_sample({&step, 1}, sample, {&u, 1}, &next);
+        tokens.push_back(next);
         ++decoded, decode_seconds = seconds_since(start);
       }
-      tokens.push_back(sample(logits));
       if (tokens.back() > 255) fail("the model wrote token ", tokens.back(), ", which is not a byte");
       text += static_cast<char>(tokens.back());
       if (!o.json) put(terminal ? shown(text.back()) : text.substr(text.size() - 1));
@@ -2114,12 +2129,12 @@ int generate(const Options& o) {
   return 0;
 }
 
-/// -ln p(token) under a row of logits [V], in double.
+/// -log2 p(token) under a row of logits [V], in double.
 double surprise(std::span<const float> logits, int token) {
   const double max = *std::max_element(logits.begin(), logits.end());
   double sum = 0;
   for (const float l : logits) sum += std::exp(l - max);
-  return max + std::log(sum) - logits[static_cast<std::size_t>(token)];
+  return (max - logits[static_cast<std::size_t>(token)]) / std::log(2.0) + std::log2(sum);
 }
 
 /// `yocou score`: row t-1 predicts token t, so a file of N bytes gives N-1 predictions.
@@ -2133,24 +2148,23 @@ int score(const Options& o) {
   for (const Index T : loops_of(o)) {
     set_loops(m.config, T);
     const auto engine = make_engine(m, o, std::min(o.chunk, N), N, 1);
-    std::vector<double> nats(static_cast<std::size_t>(N - 1));
+    std::vector<double> bits(static_cast<std::size_t>(N - 1));
     Progress progress("score");
     forward_all(*engine, m.config, engine->open(), tokens, o.chunk, [&](Index first, Index n, const float* logits) {
       for (Index i = first; i < std::min(first + n, N - 1); ++i)
-        nats[i] = surprise({logits + (i - first) * V, static_cast<std::size_t>(V)}, tokens[i + 1]);
+        bits[i] = surprise({logits + (i - first) * V, static_cast<std::size_t>(V)}, tokens[i + 1]);
       progress(first + n, N);
     });
     const auto mean = [&](Index from, Index to) {
-      return std::accumulate(nats.begin() + from, nats.begin() + to, 0.0) / static_cast<double>(to - from);
+      return std::accumulate(bits.begin() + from, bits.begin() + to, 0.0) / static_cast<double>(to - from);
     };
     const Index loops = current_loops(m.config);
     const double all = mean(0, N - 1);
-    rows.push_back({{"loops", loops}, {"predictions", N - 1}, {"bits_per_byte", all / std::log(2.0)},
-        {"perplexity", std::exp(all)}});
+    rows.push_back({{"loops", loops}, {"predictions", N - 1}, {"bits_per_byte", all}, {"perplexity", std::exp2(all)}});
     for (Index from = 1; from < N; from *= 2) {  // by position of the byte predicted, in doubling ranges
       const Index to = std::min(2 * from, N);
-      positions.push_back({{"loops", loops}, {"from", from}, {"to", to - 1},
-          {"bits_per_byte", mean(from - 1, to - 1) / std::log(2.0)}});
+      positions.push_back(
+          {{"loops", loops}, {"from", from}, {"to", to - 1}, {"bits_per_byte", mean(from - 1, to - 1)}});
     }
   }
   put_rows(rows, o, o.by_position ? Json{{"by_position", positions}} : Json::object());
@@ -2862,6 +2876,9 @@ int run(std::vector<std::string> arguments) {
     app.require_subcommand(1);
     app.set_version_flag("--version", std::string("yocou ") + version + " (" + build_name() + ")");
     declare(app, options, chosen);
+    const auto named = [&](const CLI::App* a) { return a->get_name() == arguments[0]; };
+    if (!arguments.empty() && !arguments[0].starts_with('-') && app.get_subcommands(named).empty())
+      throw Usage("no command '" + arguments[0] + "', see yocou --help");
     const auto empty = std::ranges::find(arguments, "--prompt=");  // CLI11 takes it for a missing value
     if (empty != arguments.end()) *empty = "", arguments.insert(empty, "--prompt");
     std::ranges::reverse(arguments);

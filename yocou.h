@@ -208,6 +208,13 @@ struct Segment {
   Logits want = Logits::last;
 };
 
+/// How the next token is drawn: temperature, then top-k, then top-p, renormalised after each.
+struct Sampling {
+  double temperature = 0;  ///< 0: greedy, the lower id on ties
+  Index top_k = 0;         ///< the k largest logits; 0: all
+  double top_p = 1;        ///< the smallest set of largest probabilities that reaches it
+};
+
 /// What the operations of an engine did, added up by the operations themselves; never computed from a formula.
 struct Counters {
   std::uint64_t flops = 0;            ///< 2 x multiply-adds of matrix products and attention
@@ -246,6 +253,10 @@ class Engine {
   /// A row's logits do not depend on what else is in the pass. Throws Error for a token outside 0 .. V-1 and for
   /// logits that are not finite.
   virtual void forward(std::span<const Segment> pass, float* logits) = 0;
+  /// forward(), then one token for every wanted row, drawn where the logits lie: in the order of falling logits, the
+  /// token at which the sum of the probabilities passes `u`, numbers in [0, 1), one a row.
+  virtual void forward_sample(
+      std::span<const Segment> pass, const Sampling&, std::span<const double> u, int* tokens) = 0;
   /// Bytes of cache allocated at this moment, all sequences together.
   virtual Index cache_bytes() const = 0;
   /// Rows of K^, V^ written, all sequences and caches together.
