@@ -71,11 +71,11 @@ Doubles widened(std::span<const float> v) { return Doubles(v.begin(), v.end()); 
 
 /// How far float32 logits may lie from exact ones: every application of a layer, and the head, adds to the state a sum
 /// of so many terms, each rounded once, and the norms keep relative errors as they are.
-double limit_of(const Config& c, Index N, double largest_logit) {
+double limit_of(const Config& c, Index N, double scale) {
   Index applications = 1, terms = 2 * c.dim + 2 * c.q_dim();
   terms += c.moe ? c.moe->active * c.moe->dim + c.moe->shared_dim + c.moe->experts : c.ffn_dim;
   for (const Stage& s : c.stages) applications += s.layers * s.loops;
-  return static_cast<double>(applications * (terms + N)) * rounding * largest_logit;
+  return static_cast<double>(applications * (terms + N)) * rounding * scale;
 }
 
 std::uint16_t bf16_bits(float v) {
@@ -222,11 +222,11 @@ Floats hold(const Toy& toy, const Tokens& tokens, Dtype kv = Dtype::f32) {
   const oracle::Result right = oracle::forward(toy.c, toy.w, tokens, kv == Dtype::bf16);
   const Doubles expected = flat(right.logits);
   const Floats found = run_all(toy, tokens, {kv});
-  const double most = largest_of(expected), gap = right.router_gap;
-  double limit = limit_of(toy.c, std::ssize(tokens), most);
-  // A key or value that lies within float32's rounding of the middle between two BF16 numbers may go the other way:
-  // one of dh terms of one score, or one element of one row of V, moves by a unit of BF16.
-  if (kv == Dtype::bf16) limit += 2 * bf16_rounding * most / static_cast<double>(toy.c.head_dim);
+  const double gap = right.router_gap;
+  double limit = limit_of(toy.c, std::ssize(tokens), right.scale);
+  // A key or value that lies within float32's rounding of the middle between two BF16 numbers may go the other way: one
+  // element of a row of K or V then moves by a unit of BF16, and with it at most 1/sqrt(dh) of a score, or of the head.
+  if (kv == Dtype::bf16) limit += 2 * bf16_rounding * right.scale / std::sqrt(static_cast<double>(toy.c.head_dim));
   CAPTURE(gap);  // a gap near the rounding of float32 would explain a large difference: another expert
   close(found, expected, limit);
   return found;

@@ -62,7 +62,9 @@ TEST_CASE("what Python's safetensors library wrote loads, and is the same model"
       {"moe", Dtype::f32}, {"moe-bf16", Dtype::bf16}, {"moe-f16", Dtype::f16}};
   const Model original = load("tiny-moe");
   const Tokens tokens = tokens_of(original.config, 40);
-  for (const auto& [name, dtype] : files) {
+  for (const auto& entry : files) {
+    const std::string& name = entry.first;
+    const Dtype dtype = entry.second;
     const Model ours = load("tiny-" + name), theirs = load("library-" + name);
     CAPTURE(name);
     hold_golden(data_folder / "golden" / ("tiny-" + name + ".json"),

@@ -348,7 +348,10 @@ TEST_CASE("routing: softmax over all experts, the lower index on ties, normalise
 // The sampler
 
 Sampler sampler(double temperature, Index top_k = 0, double top_p = 1, std::uint64_t seed = 1) {
-  return {temperature, top_k, top_p, std::mt19937_64(seed)};
+  Sampler s;
+  s.temperature = temperature, s.top_k = top_k, s.top_p = top_p;
+  s.random.seed(seed);
+  return s;
 }
 
 TEST_CASE("greedy takes the largest logit, the lower id on ties", "[sampler]") {

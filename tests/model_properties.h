@@ -204,7 +204,7 @@ TEST_CASE("chunks of every size equal one pass", "[property]") {
     const Tokens tokens = tokens_of(c, 128);
     for (const Dtype kv : {Dtype::f32, Dtype::bf16}) {
       const Floats right = run_all(toy, tokens, {kv});
-      for (const Index chunk : {1, 2, 3, 4, 5, 7, 31, 33, 64, 65, 127, 128, 129}) {
+      for (const Index chunk : {1, 2, 3, 5, 7, 33, 64, 65, 127, 128}) {
         CAPTURE(brief(c), chunk);
         same(run_all(toy, tokens, {kv, chunk}), right);
         same(run_last(toy, tokens, {kv, chunk}), last_row(right, c.vocab_size));
@@ -214,6 +214,7 @@ TEST_CASE("chunks of every size equal one pass", "[property]") {
 }
 
 TEST_CASE("prompts at and about multiples of a block, then three steps", "[property]") {
+  Index turn = 0;
   for (const Config& c : kinds()) {
     const Toy toy(c);
     const Tokens all = tokens_of(c, 516);
@@ -221,10 +222,13 @@ TEST_CASE("prompts at and about multiples of a block, then three steps", "[prope
     for (const Index N : {255, 256, 257, 511, 512, 513}) {
       const Tokens tokens(all.begin(), all.begin() + N + 3);
       CAPTURE(brief(c), N);
-      const Floats found = run_all(toy, tokens, {Dtype::f32, N % 2 ? 64 : N, N});
-      same(found, std::span<const float>(right).first(found.size()));
-      same(run_last(toy, tokens, {Dtype::f32, N % 2 ? N : 64, N}), row(right, N + 2, c.vocab_size));
+      const Index chunk = turn % 3 == 0 ? N : 64;
+      if (++turn % 2)
+        same(run_all(toy, tokens, {Dtype::f32, chunk, N}),
+            std::span<const float>(right).first(tokens.size() * c.vocab_size));
+      else same(run_last(toy, tokens, {Dtype::f32, chunk, N}), row(right, N + 2, c.vocab_size));
     }
+    ++turn;  // the next kind takes the other half of the cases
   }
 }
 
@@ -448,8 +452,9 @@ TEST_CASE("shifting all positions: nothing in a NoPE stage, rounding in a RoPE s
 }
 
 TEST_CASE("zeroing one KV head's values silences the query heads that read it, and no others", "[property]") {
-  for (const auto& [H, G] : std::vector<std::pair<Index, Index>>{{4, 2}, {14, 2}, {6, 6}, {6, 1}, {6, 3}})
+  for (const auto& heads : std::vector<std::pair<Index, Index>>{{4, 2}, {14, 2}, {6, 6}, {6, 1}, {6, 3}})
     for (const Attention attention : {Attention::window, Attention::full, Attention::shared}) {
+      const Index H = heads.first, G = heads.second;
       Config c = small_config({attention == Attention::window ? window(1, 2, 6)
                                : attention == Attention::full ? full(1, 2)
                                                               : shared(1, 2)});
@@ -622,6 +627,33 @@ TEST_CASE("logits that are not finite, and tokens outside the vocabulary, are re
   CHECK(message({0, 1, 2}, Logits::last).find("logit of token 5 at position 2 is") == 0);
   CHECK(message({0, 1, 2}, Logits::all).find("logit of token 5 at position 0 is") == 0);
   CHECK(message({0, 1, 2}, Logits::none) == "");
+}
+
+TEST_CASE("tokens drawn inside the engine are those drawn from its logits", "[property][sampler]") {
+  for (const double temperature : {0.0, 0.8}) {
+    const Toy toy(small_arch("yoco-u"));
+    Sampling how;
+    how.temperature = temperature, how.top_k = 9, how.top_p = 0.9;
+    CpuEngine engine(toy.c, toy.w, {Dtype::f32, 60, 100, 2}), twin(toy.c, toy.w, {Dtype::f32, 60, 100, 2});
+    const Tokens a = tokens_of(toy.c, 20, 1), b = tokens_of(toy.c, 7, 2);
+    Segment pass[] = {{engine.open(), a, Logits::last}, {engine.open(), b, Logits::all}};
+    CHECK(twin.open() == pass[0].sequence);
+    CHECK(twin.open() == pass[1].sequence);
+    for (int i = 0; i < 5; ++i) {
+      const Index rows = i == 0 ? 8 : 2;
+      Doubles u;
+      for (Index r = 0; r < rows; ++r) u.push_back(static_cast<double>(r * 5 + i) / 41);
+      Tokens drawn(static_cast<std::size_t>(rows), -1), right;
+      Floats logits(static_cast<std::size_t>(rows * toy.c.vocab_size));
+      engine.forward_sample(pass, how, u, drawn.data());
+      twin.forward(pass, logits.data());
+      for (Index r = 0; r < rows; ++r) right.push_back(draw(row(logits, r, toy.c.vocab_size), how, u[r]));
+      CAPTURE(temperature, i);
+      CHECK(drawn == right);
+      pass[0].tokens = std::span(a).subspan(static_cast<std::size_t>(i), 1);
+      pass[1].tokens = std::span(b).subspan(static_cast<std::size_t>(i), 1);
+    }
+  }
 }
 
 TEST_CASE("a tracer sees X^0 and every application in order, and the last one is what the head reads", "[property]") {

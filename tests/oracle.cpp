@@ -198,7 +198,15 @@ Result forward(const Config& c, const yocou::Weights& w, const std::vector<int>&
       }
     }
   }
-  for (const Vector& x : X) result.logits.push_back(times(rms_norm(x, w.norm, c.norm_eps), w.head));
+  for (const Vector& x : X) {
+    const Vector m = rms_norm(x, w.norm, c.norm_eps);
+    result.logits.push_back(times(m, w.head));
+    for (Index v = 0; v < c.vocab_size; ++v) {
+      double size = 0;
+      for (Index d = 0; d < c.dim; ++d) size += std::fabs(m[d] * number(w.head, v, d));
+      result.scale = std::max(result.scale, size);
+    }
+  }
   return result;
 }
 

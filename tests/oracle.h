@@ -12,6 +12,7 @@ using Matrix = std::vector<std::vector<double>>;  // [rows][cols]
 /// What a forward pass says, and how firmly.
 struct Result {
   Matrix logits;          ///< [N,V]
+  double scale = 0;       ///< the largest sum of |terms| that makes a logit: what its rounding is relative to
   double router_gap = 1;  ///< the smallest difference above 0 between the last expert chosen and the first one left out
 };
 
