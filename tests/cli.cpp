@@ -258,7 +258,7 @@ std::string raw(const Json& j) {
   std::string text = j.dump();
   for (std::size_t at; (at = text.find("\"RAW:")) != std::string::npos;) {
     const std::size_t end = text.find('"', at + 1);
-    text = text.substr(0, at) + text.substr(at + 5, end - at - 5) + text.substr(end + 1);
+    text.erase(end, 1).erase(at, 5);
   }
   return text;
 }
