@@ -1565,3 +1565,68 @@ TEST_CASE("cli: cells of Table 10 by allocation", "[cli]") {
   CHECK(row["equal"].is_null());
   CHECK(row.dump().find("does not fit") != std::string::npos);
 }
+
+TEST_CASE("cli: tensors beyond 2^31 numbers", "[cli]") {
+  // A mixture of 2^18 experts in a sparse file, of which every token takes the last: the same as that expert alone.
+  const std::int64_t E = 1 << 18, D = 128, Fe = 72;
+  Json config = {{"arch", "custom"}, {"vocab_size", 16}, {"dim", D}, {"heads", 2}, {"kv_heads", 1}, {"head_dim", 4},
+      {"moe", {{"experts", 1}, {"active", 1}, {"dim", Fe}, {"normalize", true}}},
+      {"stages", {{{"name", "f"}, {"layers", 1}, {"attention", "full"}}}}};
+  const File one = checkpoint(config, [](const std::string& n, std::int64_t r, std::int64_t c) {
+    if (n == "embed" && c == 0) return 9.f;
+    if (n == "f.0.router") return c == 0 ? 1.f : 0.f;  // so every token's logit is above the zeros of the others
+    return noise(n, r, c) * (n == "f.0.wo" ? 0.01f : 1.f);
+  });
+  const std::string small = write_file("one.safetensors", one.bytes());
+
+  config["moe"]["experts"] = E;
+  File many;
+  many.header["__metadata__"] = {{"yocou", raw(config)}};
+  std::vector<std::pair<std::int64_t, std::string>> pieces;  // where the numbers go that are not zero
+  std::int64_t at = 0;
+  for (const auto& [name, entry] : one.header.items()) {
+    if (name == "__metadata__") continue;
+    const std::int64_t begin = entry["data_offsets"][0], size = entry["data_offsets"][1].get<std::int64_t>() - begin;
+    const bool per_expert = name == "f.0.router" || name.find("experts.") != std::string::npos;
+    Json shape = entry["shape"];
+    if (per_expert) shape[0] = E;
+    const std::int64_t all = per_expert ? size * E : size;
+    many.header[name] = {{"dtype", "F32"}, {"shape", shape}, {"data_offsets", {at, at + all}}};
+    pieces.push_back(
+        {at + all - size, one.data.substr(static_cast<std::size_t>(begin), static_cast<std::size_t>(size))});
+    at += all;
+  }
+  const std::string head = many.bytes(), large = write_file("many.safetensors", head);
+  const std::int64_t data = static_cast<std::int64_t>(head.size());
+  if (truncate(large.c_str(), data + at) != 0) return;  // a file system that has no such sizes
+  const int file = open(large.c_str(), O_WRONLY | O_CLOEXEC);
+  for (const auto& [offset, bytes] : pieces)
+    REQUIRE(pwrite(file, bytes.data(), bytes.size(), data + offset) == static_cast<ssize_t>(bytes.size()));
+  close(file);
+  CHECK(E * Fe * D > std::int64_t{1} << 31);
+  CHECK(good({"logits", large, "--tokens", "3,1,15,0"}).out == good({"logits", small, "--tokens", "3,1,15,0"}).out);
+  fs::remove(large);
+}
+
+TEST_CASE("cli: the fuzzer's seeds, and what it found", "[cli]") {
+  const fs::path corpus = fs::path(YOCOU_SOURCE_DIR) / "tests" / "corpus";
+  int read = 0, files = 0;
+  const auto either = [&](const Words& arguments) {  // read, or refused in one line
+    const Result r = yocou(arguments);
+    CAPTURE(joined(arguments), r.signal, r.err);
+    CHECK((r.status == 0 || (r.status == 1 && r.out.empty() && one_line(r.err))));
+    ++files, read += r.status == 0;
+  };
+  for (const auto& entry : fs::directory_iterator(corpus / "checkpoint")) either({"show", entry.path().string()});
+  for (const auto& entry : fs::directory_iterator(corpus / "tasks"))
+    either({"eval", random_model(), entry.path().string()});
+  for (const auto& entry : fs::directory_iterator(corpus / "config")) {
+    std::ostringstream text;
+    text << std::ifstream(entry.path()).rdbuf();
+    File f = checkpoint(config_of());
+    f.header["__metadata__"]["yocou"] = text.str();
+    either({"show", write_file("bad.safetensors", f.bytes())});
+  }
+  CHECK(files > 20);
+  CHECK(read > 5);
+}
