@@ -50,6 +50,8 @@ namespace yocou {
 // =====================================================================================================================
 // 1. Numbers: three storage types, float32 arithmetic, eight at a time
 
+inline constexpr float infinity = std::numeric_limits<float>::infinity();
+
 struct Bf16 {
   std::uint16_t bits;  ///< the upper half of a float32
 };
@@ -136,6 +138,7 @@ inline float dot(const float* a, const float* b, Index n) {
 // =====================================================================================================================
 // 2. Products: y = x W^T, and nothing else, carries the model's weights
 
+// [product]
 /// One product of a parallel region: y [n,m] = x [n,K] w^T, or += with `add`; w [m,K]. 2 n m K FLOP.
 struct Product {
   const float* x;
@@ -144,6 +147,7 @@ struct Product {
   float* y;
   bool add = false;
 };
+// [product]
 
 inline constexpr Index depth = 1024;  ///< columns of K summed in registers before y is touched; part of the result
 inline constexpr Index strip = 64;    ///< rows of w that one thread takes at a time
@@ -326,6 +330,7 @@ class Cache {
     if (ring_) grow(1);
   }
 
+  // [ring-and-blocks]
   /// Makes room for positions 0 .. tokens-1.
   void grow(Index tokens) {
     while (static_cast<Index>(blocks_.size()) < (ring_ ? 1 : (tokens + rows_ - 1) / rows_))
@@ -356,6 +361,7 @@ class Cache {
         });
       }
   }
+  // [ring-and-blocks]
 
  private:
   Arena* arena_;
@@ -381,7 +387,6 @@ struct Part {
 // =====================================================================================================================
 // 4. Attention: one definition for window, full and shared, for a chunk and for a single new token
 
-inline constexpr float infinity = std::numeric_limits<float>::infinity();
 inline constexpr Index key_tile = 64;  ///< keys per step of the online softmax, at multiples of 64; part of the result
 
 /// O [R,dh] += P [R,j] V [j,dh] for R rows of P, j in order. `v` rows are `stride` numbers apart.
@@ -409,6 +414,7 @@ inline void mix_tile(const float* P, Index ldp, const Num* v, Index stride, Inde
         O[r * dh + e] = std::fma(P[r * ldp + j], to_float(v[j * stride + e]), O[r * dh + e]);
 }
 
+// [keys]
 /// What attention reads: the cache up to position `cached`, and from there on the pass's own fresh rows. A window stage
 /// must keep them apart, for in a ring the chunk's last rows overwrite what its first queries still see; full and
 /// shared stages append first and have cached = all.
@@ -417,6 +423,7 @@ struct Keys {
   Index reach;         ///< W; or more than any position: all
   const float *K, *V;  ///< [n,G dh], fresh; null when everything is cached
 };
+// [keys]
 
 /// Scratch of one thread: the gathered queries, the output, the scores and a widened tile of V.
 struct AttentionScratch {
@@ -474,6 +481,7 @@ std::uint64_t attention_tile(const Config& c, const Part& part, const Keys& keys
             key_tile, /*add=*/false);
       });
     });
+    // [softmax]
     for (Index r = 0; r < rows; ++r) {  // S becomes P; keys outside the row's own window become e^-inf = 0
       const Index q = p + r / R;
       const Index from = std::clamp(q - keys.reach + 1, begin, end) - t0,
@@ -502,6 +510,7 @@ std::uint64_t attention_tile(const Config& c, const Part& part, const Keys& keys
         for (Index e = 0; e < dh; ++e) t.o[r * dh + e] *= shrink;
       admitted += static_cast<std::uint64_t>(to - from);
     }
+    // [softmax]
     each_run([&](const Run& run, Index at) {  // O += P V
       with_type(run.dtype, [&](auto num) {
         using Num = decltype(num);
@@ -537,6 +546,7 @@ inline void each_row(Index n, Index cost, F&& f) {
   for (Index i = 0; i < n; ++i) f(i);
 }
 
+// [rms-norm]
 /// y [n,D] = x * rsqrt(mean(x^2) + eps) * g, g [D]. In float32, rounded once per element.
 void rms_norm(const float* x, const Tensor& g, float eps, Index n, float* y) {
   const Index D = g.rows * g.cols;
@@ -544,12 +554,15 @@ void rms_norm(const float* x, const Tensor& g, float eps, Index n, float* y) {
     const auto* gain = static_cast<const decltype(num)*>(g.data);
     each_row(n, 4 * D, [&](Index i) {
       const float mean = dot(x + i * D, x + i * D, D) / static_cast<float>(D) + eps;
-      const float r = mean > 0 ? 1 / std::sqrt(mean) : mean;  // a row of zeros stays zero even with eps = 0
+      // A row of zeros stays zero even with eps = 0; one beyond float32 becomes NaN, which the logits then show.
+      const float r = mean > 0 && mean < infinity ? 1 / std::sqrt(mean) : mean - mean;
       for (Index d = 0; d < D; ++d) y[i * D + d] = x[i * D + d] * r * to_float(gain[d]);
     });
   });
 }
+// [rms-norm]
 
+// [rope]
 /// cos and sin [n,dh/2] of p * frequency_i, frequency_i = theta^(-2i/dh), for the rows' positions p: in double, so that
 /// far positions stay right.
 void rope_angles(std::span<const double> frequency, std::span<const Part> parts, float* cosine, float* sine) {
@@ -578,7 +591,9 @@ void rope(const Config& c, Index heads, Index n, const float* cosine, const floa
       }
   });
 }
+// [rope]
 
+// [swiglu]
 /// gate [n,F] = silu(gate) * up, silu(x) = x / (1 + e^-x).
 void swiglu(float* gate, const float* up, Index n, Index F) {
   each_row(n, 20 * F, [&](Index i) {
@@ -595,7 +610,9 @@ void swiglu(float* gate, const float* up, Index n, Index F) {
     std::copy_n(rest, F - f, g + f);
   });
 }
+// [swiglu]
 
+// [route]
 /// One token's experts: softmax over all E of the router's logits, the `active` largest (ties: the lower index), their
 /// weights divided by their sum when `normalize`. chosen, weight: [active].
 void route(const Moe& moe, const float* logits, Index* chosen, float* weight) {
@@ -612,6 +629,7 @@ void route(const Moe& moe, const float* logits, Index* chosen, float* weight) {
   if (moe.normalize)
     for (Index k = 0; k < moe.active; ++k) weight[k] /= taken;
 }
+// [route]
 
 /// The largest of logits [V]; ties: the lower id.
 int greedy(std::span<const float> logits) {
@@ -641,6 +659,7 @@ int draw(std::span<const float> logits, const Sampling& how, double u) {
 // =====================================================================================================================
 // 6. The model
 
+// [plan]
 /// Where each (stage, loop, layer) keeps its keys: the caches of a sequence, in order.
 struct Plan {
   struct Entry {
@@ -659,6 +678,7 @@ struct Plan {
     }
   }
 };
+// [plan]
 
 /// The CPU engine. Buffers are allocated once for `max_rows` rows, so a pass allocates nothing but new cache blocks.
 class CpuEngine final : public Engine {
@@ -739,6 +759,8 @@ class CpuEngine final : public Engine {
       for (int token : segment.tokens)
         if (token < 0 || token >= c_.vocab_size)
           fail("token ", token, " is outside the vocabulary 0..", c_.vocab_size - 1);
+      const auto same = [&](const Part& p) { return p.sequence == &sequence; };
+      if (std::ranges::any_of(parts_, same)) throw std::logic_error("a sequence occurs twice in a pass");
       if (rows_ + n > options_.max_rows) throw std::logic_error("a pass has more rows than the engine was made for");
       parts_.push_back({&sequence, rows_, n, sequence.length, segment.want});
       rows_ += n;
@@ -911,6 +933,7 @@ class CpuEngine final : public Engine {
   }
   // [mixture]
 
+  // [keep-rows]
   /// Drops the rows that nobody above needs and moves the others together. Of a prompt, its last row stays.
   void keep_wanted_rows() {
     Index kept = 0;
@@ -930,6 +953,7 @@ class CpuEngine final : public Engine {
     parts_.resize(parts);
     rows_ = kept;
   }
+  // [keep-rows]
 
   /// logits [rows,V] = RMSNorm(X; norm) head^T, 2 D V FLOP a row.
   void head(float* logits) {
@@ -1082,6 +1106,7 @@ struct Arch {
 // clang-format off
 const std::vector<Arch>& archs() {
   using enum Attention;
+  // [archs]
   static const std::vector<Arch> all = {
     {"yoco-u",      3, {{"self", window, true, true}, {"cross", shared, true}},
                        "O((N + W T L) D)",   "O(L/2 T N D)",         "O(L/2 (N + W T) D)"},
@@ -1098,6 +1123,7 @@ const std::vector<Arch>& archs() {
     {"upper-loop-unshared", 3, {{"self", window, true}, {"cross", shared, true, true, true}},
                        "O((T N + W L) D)",   "O(L/2 T N^2 D)",       "O(L/2 (T N + W) D)"},
   };
+  // [archs]
   return all;
 }
 // clang-format on
@@ -1225,18 +1251,18 @@ class Fields {
     return get(
         key, "true or false", [](const Json& v) { return v.is_boolean(); }, otherwise);
   }
-  std::string text(const std::string& key, std::optional<std::string> otherwise = {}) {
+  std::string text(const std::string& key, const std::optional<std::string>& otherwise = {}) {
     return get(
         key, "a string", [](const Json& v) { return v.is_string(); }, otherwise);
   }
   /// Index of the key's value in `names`.
   std::size_t one_of(
-      const std::string& key, const std::vector<std::string>& names, std::optional<std::string> otherwise = {}) {
+      const std::string& key, const std::vector<std::string>& names, const std::optional<std::string>& otherwise = {}) {
     std::string list;
     for (const std::string& n : names) list += (list.empty() ? "" : ", ") + n;
     const auto place = [&](const std::string& v) { return std::find(names.begin(), names.end(), v) - names.begin(); };
     const auto good = [&](const Json& v) { return v.is_string() && place(v.get<std::string>()) < std::ssize(names); };
-    return static_cast<std::size_t>(place(get(key, "one of " + list, good, std::move(otherwise))));
+    return static_cast<std::size_t>(place(get(key, "one of " + list, good, otherwise)));
   }
   /// Every key must have been asked for.
   void done() const {
@@ -1633,6 +1659,7 @@ struct Exact {
 };
 std::string to_string(Exact e) { return Json(e.v).dump(); }
 
+// [cache-bytes]
 /// Rows of a paged cache that hold N tokens: blocks are allocated whole.
 Index paged_rows(Index N) { return (N + block_rows - 1) / block_rows * block_rows; }
 
@@ -1647,7 +1674,9 @@ Exact cache_bytes(const Config& c, Index N, Index s) {
   }
   return rows * 2 * c.kv_heads * c.head_dim * s;
 }
+// [cache-bytes]
 
+// [flops]
 /// FLOP of one layer at one position that sees `keys` keys, without own k, v.
 Exact layer_flops(const Config& c, const Exact& keys) {
   const Exact D = c.dim, q = Exact(c.heads) * c.head_dim;
@@ -1695,6 +1724,7 @@ Exact decode_flops(const Config& c, Index N) {
   }
   return sum;
 }
+// [flops]
 
 /// Stored elements; loops count once.
 struct Params {
@@ -1718,6 +1748,7 @@ Params count_params(const Config& c) {
   return p;
 }
 
+// [decode-bytes]
 /// Bytes that a decode step of a batch after N tokens must read: each weight once per loop that uses it (of E experts
 /// at most min(E, batch x active)), the head, one embedding row a sequence, and every cached row that is seen; w bytes
 /// a weight, s bytes a cached number.
@@ -1737,6 +1768,7 @@ Exact decode_bytes(const Config& c, Index N, Index batch, Index w, Index s) {
   }
   return weights * w + Exact(batch) * rows * 2 * kv * s;
 }
+// [decode-bytes]
 
 /// The largest n in [0, limit] for which ok(n), where ok holds up to some n and not beyond.
 template <class Ok>
@@ -2080,7 +2112,7 @@ int generate(const Options& o) {
   const auto engine = make_engine(m, o, std::min(o.chunk, N), N + o.n, 1);
   const int sequence = engine->open();
   std::vector<float> logits(static_cast<std::size_t>(m.config.vocab_size));
-  Sampler sample{o.temperature, o.top_k, o.top_p, std::mt19937_64(o.seed)};
+  Sampler sample{{o.temperature, o.top_k, o.top_p}, std::mt19937_64(o.seed)};
   const bool terminal = isatty(STDOUT_FILENO);
   TerminalText shown;
   std::string text;
@@ -2425,11 +2457,13 @@ Index memory_size(const std::string& text) {
 inline constexpr Index N_limit = Index{1} << 40;      ///< tokens that cost answers for
 inline constexpr Index batch_limit = Index{1} << 20;  ///< sequences
 
+// [crossover]
 /// The smallest N from which on a prefill of `c` costs less than one of `other`; null when that is never.
 Json crossover(const Config& c, const Config& other) {
   const auto dearer = [&](Index N) { return N == 0 || prefill_flops(c, N) >= prefill_flops(other, N); };
   return dearer(N_limit) ? Json() : Json(largest(N_limit, dearer) + 1);
 }
+// [crossover]
 
 /// `yocou cost`
 int cost(const Options& o) {

@@ -51,6 +51,7 @@ template <class... Part>
 // ---------------------------------------------------------------------------------------------------------------------
 // A model's shape
 
+// [one-stage]
 /// What the queries of a stage read.
 enum class Attention : std::uint8_t {
   window,  ///< own keys, the last W positions, the query's own included: the paper's efficient self-attention (ESA)
@@ -69,7 +70,9 @@ struct Stage {
   bool rope = true;                       ///< rotate queries and keys; the default is false on `shared` (NoPE)
   bool refresh_kv = false;                ///< shared only: project K^, V^ afresh for each loop (an ablation)
 };
+// [one-stage]
 
+// [moe]
 /// Mixture of experts in place of the dense FFN (YOCO-U's main model: 64 experts, 8 active, one shared).
 struct Moe {
   Index experts = 0;       ///< E
@@ -78,6 +81,7 @@ struct Moe {
   Index shared_dim = 0;    ///< Fs, width of the expert that every token passes; 0: none
   bool normalize = false;  ///< divide the active experts' weights by their sum
 };
+// [moe]
 
 /// A model's shape; the fields are the checkpoint's keys.
 struct Config {

@@ -5,8 +5,8 @@ usage: weave.py [--update] FILE.md ...      (yocou on PATH; standard library onl
 
 Fences that are checked:
   ```cpp snippet=NAME      the lines between two comments `// [NAME]` in yocou.cpp (snippet=FILE:NAME for another file)
-  ```console               each `$ ` line is run in bash, in a scratch folder with links to data/, walkthrough/ and
-                           docs/; its output follows
+  ```console               each `$ ` line is run in bash, in a scratch folder with links to data/, walkthrough/,
+                           docs/ and the sources; its output follows
   ```console volatile      the same, compared up to numbers; what was committed stays as long as only numbers differ
 With --update the file is rewritten; without it a difference is printed and the exit status is 1.
 """
@@ -67,7 +67,7 @@ def weave(path, folder):
             body, checked = region(kind[len("cpp snippet="):]), checked + 1
         elif kind in ("console", "console volatile"):
             new = run([b[2:] for b in body if b.startswith("$ ")], folder)
-            masked = [[NUMBER.sub("#", b) for b in text] for text in (body, new)]
+            masked = [[re.sub(" +", " ", NUMBER.sub("#", b)) for b in text] for text in (body, new)]
             if kind == "console" or masked[0] != masked[1]:
                 body = new
             checked += 1
@@ -87,7 +87,7 @@ def main():
     for name in files:
         path = pathlib.Path(name).resolve()
         with tempfile.TemporaryDirectory() as folder:
-            for name_of in ("data", "walkthrough", "docs"):
+            for name_of in ("data", "walkthrough", "docs", "yocou.cpp", "yocou.h", "kernels.cu"):
                 (pathlib.Path(folder) / name_of).symlink_to(ROOT / name_of)
             new, old = weave(path, folder), path.read_text()
         if new != old and update:
