@@ -1,0 +1,24 @@
+#!/bin/sh
+# Builds the site into a folder that works offline: docs/build.sh [FOLDER]   (default build/site)
+# Debian 12: apt-get install doxygen doxygen-awesome-css libjs-mathjax python3; katex for the formula check.
+# Fails on any warning, broken link, missing image or formula that does not parse.
+set -eu
+cd "$(dirname "$0")/.."
+out=${1:-build/site}
+mkdir -p "$out"
+out=$(cd "$out" && pwd)
+rm -rf "$out/html"
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+doxygen -w html "$work/stock.html" "$work/footer.html" "$work/style.css"
+awk 'FNR == NR { head = head $0 "\n"; next } /<\/head>/ { printf "%s", head } 1' docs/head.html "$work/stock.html" > "$work/header.html"
+{ cat docs/Doxyfile; echo "OUTPUT_DIRECTORY = $out"; echo "HTML_HEADER = $work/header.html"; } | doxygen -
+
+mkdir -p "$out/html/mathjax"
+tar -ch --exclude='fonts/[A-SU-Z]*' -C /usr/share/javascript/mathjax MathJax.js extensions jax/element jax/input/TeX jax/output/SVG |
+  tar -x -C "$out/html/mathjax"
+
+python3 docs/links.py "$out/html"
+if command -v katex > "$work/katex"; then python3 docs/formulas.py walkthrough/*.md; else echo "katex is missing: formulas not checked"; fi
+echo "$out/html/index.html"
