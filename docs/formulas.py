@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """usage: formulas.py FILE.md ...   every formula of the files, ```math and $`inline`$, parses as TeX (katex on PATH)."""
 import concurrent.futures
+import os
 import pathlib
 import re
 import subprocess
@@ -28,6 +29,7 @@ def check(item):
     return f"{where}: {formula}\n{done.stderr.splitlines()[0] if done.stderr else ''}" if done.returncode else ""
 
 
+os.environ.setdefault("NODE_PATH", "/usr/share/nodejs")  # for a node that is not Debian's own
 found = {}  # each formula once
 for name in sys.argv[1:]:
     for number, formula in formulas(pathlib.Path(name)):

@@ -7,6 +7,7 @@ Fences that are checked:
   ```cpp snippet=NAME      the lines between two comments `// [NAME]` in yocou.cpp (snippet=FILE:NAME for another file)
   ```console               each `$ ` line is run in bash, in a scratch folder with links to data/, walkthrough/,
                            docs/ and the sources; its output follows
+                           A line `> ` behind one that ends in | or do goes on with it.
   ```console volatile      the same, compared up to numbers; what was committed stays as long as only numbers differ
 With --update the file is rewritten; without it a difference is printed and the exit status is 1.
 """
@@ -36,6 +37,21 @@ def region(name):
     return [line[indent:] for line in inside]
 
 
+def commands_of(body):
+    """The commands of a block: `$ ` lines, each with the `> ` lines that go on with it."""
+    commands, open_ended = [], False
+    for line in body:
+        if line.startswith("$ "):
+            commands.append(line[2:])
+        elif line.startswith("> ") and open_ended:
+            commands[-1] += "\n" + line[2:]
+        else:
+            open_ended = False
+            continue
+        open_ended = line.endswith((" |", " do"))
+    return commands
+
+
 def run(commands, folder):
     """Each command alone in bash, its output behind it; a failing one adds its exit status."""
     out = []
@@ -43,7 +59,7 @@ def run(commands, folder):
         done = subprocess.run(["bash", "-c", command], cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                               stderr=subprocess.STDOUT, timeout=600)
         text = done.stdout.decode("utf-8", "replace").rstrip("\n")
-        out += ["$ " + command] + (text.split("\n") if text else [])
+        out += ("$ " + command.replace("\n", "\n> ")).split("\n") + (text.split("\n") if text else [])
         if done.returncode:
             out.append(f"[exit {done.returncode}]")
     return [line.rstrip() for line in out]
@@ -66,7 +82,7 @@ def weave(path, folder):
         if kind.startswith("cpp snippet="):
             body, checked = region(kind[len("cpp snippet="):]), checked + 1
         elif kind in ("console", "console volatile"):
-            new = run([b[2:] for b in body if b.startswith("$ ")], folder)
+            new = run(commands_of(body), folder)
             masked = [[re.sub(" +", " ", NUMBER.sub("#", b)) for b in text] for text in (body, new)]
             if kind == "console" or masked[0] != masked[1]:
                 body = new
