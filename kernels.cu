@@ -8,8 +8,8 @@
 ///
 ///   | operation            | general          | fast                                                        |
 ///   |----------------------|------------------|-------------------------------------------------------------|
-///   | y = x W^T            | product_tile     | cuBLASLt for many rows, product_skinny for up to 32         |
-///   | experts' products    | product_tile     | product_skinny for up to 32 rows                            |
+///   | y = x W^T            | product_tile     | product_skinny up to 32 rows, cuBLASLt, product_wgmma       |
+///   | experts' products    | product_tile     | product_skinny for few rows an expert, product_wgmma        |
 ///   | attention, prefill   | attend           | attend_tiles: TMA + wgmma, window or paged                  |
 ///   | attention, one row   | attend           | attend_split + attend_merge: TMA + mma, ring or paged       |
 ///
@@ -38,7 +38,6 @@
 
 namespace yocou {
 namespace {
-
 using bf16 = __nv_bfloat16;
 using std::uint32_t, std::uint64_t;
 
@@ -84,7 +83,6 @@ __host__ __device__ constexpr Index padded(Index columns) { return ceil_div(colu
 // ---------------------------------------------------------------------------------------------------------------------
 // Instructions (PTX ISA 8.5; section in brackets). The emulator supplies functions of the same names.
 
-// One operand list a line: the formatter would take three times the lines.
 // clang-format off
 #ifndef YOCOU_EMULATE
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -839,7 +837,6 @@ __global__ void __launch_bounds__(128) attend_split(const __grid_constant__ CUte
   const int begin = split * split_rows, end = min(seen, begin + split_rows);
   if (begin >= end) return;  // a graph's grid covers sequences that are longer
   const int tiles = (end - begin + 63) / 64;
-
   bf16* memory = shared_memory<bf16>();
   uint64_t* full = reinterpret_cast<uint64_t*>(memory + split_stages * stage_size);  // [stages] the tile has arrived
   uint64_t* empty = full + split_stages;                                             // [stages] all warps have read it
@@ -861,7 +858,6 @@ __global__ void __launch_bounds__(128) attend_split(const __grid_constant__ CUte
   };
   if (threadIdx.x == 0)
     for (int j = 0; j < min(tiles, split_stages - 1); ++j) fetch(j);
-
   uint32_t qf[DH / 16][4];  // rows g and g + 8 of the group's queries
   UNROLL for (int k = 0; k < DH / 16; ++k) UNROLL for (int e = 0; e < 4; ++e) {
     const int h = g + e % 2 * 8;
@@ -971,8 +967,8 @@ inline constexpr int tile_stages = 2;
 ///   block  160: a warpgroup of 128 computes, its warp w owning query rows 16 w .. 16 w + 15; warp 4 asks TMA for keys
 ///   regs   S [64,64] and O [64,DH] are wgmma accumulators; Q and P enter wgmma from registers (P has the accumulators'
 ///          layout already: no trip through shared memory), K as it lies and V as an MN-major operand: no transpose
-///   shared 2 stages x (64 K + 64 V rows) = 64 KB at DH = 128: three blocks an SM, so one's softmax hides behind
-///          another's products
+///   shared 2 stages x (64 K + 64 V rows) = 64 KB at DH = 128; registers allow two blocks an SM (three at 64), so one's
+///          softmax hides behind the other's products
 ///   bytes  K, V once per 64 queries and head: (64 + W) / 64 of them with a window     FLOP 4 DH (W + 64) a query run,
 ///          of which 4 DH W count
 ///   bound  tensor cores. W = 512: 64 + 448 of 576 keys in each run are seen by a query on average
@@ -992,7 +988,6 @@ __global__ void __launch_bounds__(160) attend_tiles(const __grid_constant__ CUte
   int k0 = keys.window ? max(0, q0 - keys.window + 1) : 0;  // first key of the first tile of keys
   if (keys.layout == Keys::paged) k0 = k0 / 64 * 64;        // so that no tile leaves its page
   const int tiles = (q1 - k0 + 63) / 64;
-
   bf16* memory = shared_memory<bf16>();
   uint64_t* full = reinterpret_cast<uint64_t*>(memory + tile_stages * stage_size);
   uint64_t* empty = full + tile_stages;
@@ -1016,7 +1011,6 @@ __global__ void __launch_bounds__(160) attend_tiles(const __grid_constant__ CUte
       }
     return;
   }
-
   const int row = 16 * warp + g;  // this lane's query rows: row and row + 8
   uint32_t qf[DH / 16][4];
   UNROLL for (int k = 0; k < DH / 16; ++k) UNROLL for (int e = 0; e < 4; ++e) {
@@ -1232,18 +1226,7 @@ struct Product {
 };
 
 #ifdef YOCOU_EMULATE
-/// In place of cuBLASLt, a loop on the host.
-class Library {
- public:
-  bool run(const Product& p, cudaStream_t stream) {
-    return emu_product(p.x, p.w, p.ld, p.n, p.out, stream, [p](Index i, Index o, float v) {
-      const Index at = i * p.ldy + o;
-      p.to == To::bf16  ? put_product<To::bf16>(p.y, at, v)
-      : p.to == To::f32 ? put_product<To::f32>(p.y, at, v)
-                        : put_product<To::add>(p.y, at, v);
-    });
-  }
-};
+using Library = emu::Library;  // a loop on the host
 #else
 #define YOCOU_CUBLASLT(call)                                                                            \
   call(cublasLtCreate) call(cublasLtDestroy) call(cublasLtMatmul) call(cublasLtMatmulDescInit_internal) \
@@ -1262,7 +1245,6 @@ class Library {
     bool found = true;
 #define YOCOU_LOAD(name) found &= (name##_ = reinterpret_cast<decltype(name##_)>(dlsym(so_, #name))) != nullptr;
     YOCOU_CUBLASLT(YOCOU_LOAD)
-#undef YOCOU_LOAD
     if (found && cublasLtCreate_(&handle_) != CUBLAS_STATUS_SUCCESS) handle_ = nullptr;
     if (handle_) workspace_ = Buffer<char>(workspace_bytes);
   }
@@ -1271,7 +1253,7 @@ class Library {
     if (handle_) cublasLtDestroy_(handle_);
   }  // the library stays open: unloading it is not safe while the driver may call into it
 
-  /// False when there is no library or it knows no way: the caller then uses product_tile.
+  /// False when there is no library or it knows no way: the caller then uses its own kernels.
   bool run(const Product& p, cudaStream_t stream) {
     if (!handle_) return false;
     const cudaDataType_t type = p.to == To::bf16 ? CUDA_R_16BF : CUDA_R_32F;
@@ -1311,7 +1293,6 @@ class Library {
   std::map<std::array<Index, 5>, std::pair<bool, cublasLtMatmulAlgo_t>> algorithms_;
 #define YOCOU_DECLARE(name) decltype(&name) name##_ = nullptr;
   YOCOU_CUBLASLT(YOCOU_DECLARE)
-#undef YOCOU_DECLARE
 };
 #endif
 
@@ -1320,7 +1301,7 @@ class Library {
 
 /// Which rungs to use; the tests try all.
 struct Rungs {
-  bool hopper = true;   ///< attend_split, attend_tiles
+  bool hopper = true;   ///< attend_split, attend_tiles, product_wgmma
   bool skinny = true;   ///< product_skinny
   bool library = true;  ///< cuBLASLt
   bool graphs = true;   ///< decode steps as captured graphs
@@ -1380,7 +1361,6 @@ class CudaEngine final : public Engine {
     cudaStreamSynchronize(stream_);
     cudaStreamDestroy(stream_);
   }
-
   int open() override {
     for (std::size_t i = 0; i < sequences_.size(); ++i)
       if (!sequences_[i].open) return sequences_[i] = {true, 0, {}}, int(i);
@@ -1404,6 +1384,7 @@ class CudaEngine final : public Engine {
       std::span<const Segment> pass, const Sampling& how, std::span<const double> u, int* tokens) override;
 
  private:
+  friend struct CudaEngineProbe;  // the hardware check moves sequences ahead without running them
   struct Sequence {
     bool open = false;
     Index length = 0;
@@ -1430,6 +1411,7 @@ class CudaEngine final : public Engine {
   // --- a pass
   void prepare(std::span<const Segment> pass);
   void run_pass();
+  void show(Index stage, Index loop, Index layer, Index n, const float* x);
   void run_stage(std::size_t s, const Rows*& rows, float*& x);
   void run_layer(std::size_t s, Index loop, Index layer, const Rows& r, float* x);
   void project_global(Index loop, const Rows& r, const float* x);
@@ -1460,7 +1442,6 @@ class CudaEngine final : public Engine {
     return {layout, cache.k.get(), cache.v.get(), page_table_.get(), table_stride_, r.n + r.segments * window,
         int(window), int(c_.kv_heads)};
   }
-
   const Config c_;
   const EngineOptions o_;
   const Rungs rungs_;
@@ -1468,13 +1449,11 @@ class CudaEngine final : public Engine {
   bool fast_attention_ = false;
   cudaStream_t stream_ = nullptr;
   Library library_;
-
   // weights
   Matrix embed_, head_, global_kv_;
   Buffer<float> kv_norm_, norm_;
   std::vector<std::vector<DeviceLayer>> layers_;
   Buffer<double> frequency_;
-
   // caches: by stage and loop x layer the window stages' rings; the paged ones share each sequence's page table
   std::vector<std::vector<Cache>> caches_;  ///< [stage][loop * layers + layer]; shared: [stage][loop or 0]
   Cache recent_;
@@ -1482,7 +1461,6 @@ class CudaEngine final : public Engine {
   std::vector<int> free_pages_;
   Buffer<int> page_table_;
   Index table_stride_ = 0, ring_bytes_ = 0, page_bytes_ = 0, global_rows_ = 0;
-
   // the pass: tables that the host writes and one copy brings to the device, then the activations
   Buffer<char, /*pinned=*/true> tables_;
   Buffer<char> device_tables_;
@@ -1621,7 +1599,6 @@ void CudaEngine::allocate() {
     table_stride_ = ceil_div(o_.max_tokens, block_rows);
   }
   page_table_ = Buffer<int>(std::max<Index>(1, o_.max_sequences * table_stride_), /*clear=*/true);
-
   device_tables_ = Buffer<char>(table_bytes());
   turns_ = Buffer<float2>(2 * n * std::max<Index>(1, c_.head_dim / 2));
   x_ = Buffer<float>(n * D), wanted_x_ = Buffer<float>(n * D);
@@ -1651,7 +1628,7 @@ void CudaEngine::product(const bf16* x, const Matrix& w, void* y, Index ldy, Ind
   ledger_.fixed.flops += uint64_t(2 * n) * uint64_t(w.rows * w.columns);
   ledger_.fixed.bytes += uint64_t(2 * w.rows * w.columns);
   if (n <= 32 && rungs_.skinny) return grouped_product<to>(x, w, w.rows, y, ldy, n, Groups{});
-  if (rungs_.library && library_.run({x, w.data.get(), w.ld(), y, ldy, n, w.rows, to}, stream_)) return;
+  if (rungs_.library && library_.run(Product{x, w.data.get(), w.ld(), y, ldy, n, w.rows, to}, stream_)) return;
   grouped_product<to>(x, w, w.rows, y, ldy, n, Groups{});
 }
 
@@ -1864,17 +1841,21 @@ void CudaEngine::run_layer(std::size_t stage, Index loop, Index layer, const Row
   product<To::add>(heads_out_.get(), l.wo, x, c_.dim, r.n);
   norm(x, nullptr, l.ffn_norm, r.n);
   c_.moe ? moe(l, r, x) : ffn(l.gate_up, l.down, r.n, x);
-  if (tracing_) {
-    std::vector<float> host(std::size_t(r.n * c_.dim));
-    std::vector<int> start(c_.moe ? std::size_t(c_.moe->experts) + 1 : 0);
-    CUDA_CHECK(cudaMemcpyAsync(host.data(), x, host.size() * 4, cudaMemcpyDeviceToHost, stream_));
-    if (c_.moe)
-      CUDA_CHECK(cudaMemcpyAsync(start.data(), start_.get(), start.size() * 4, cudaMemcpyDeviceToHost, stream_));
-    CUDA_CHECK(cudaStreamSynchronize(stream_));
-    std::vector<Index> load;
-    for (std::size_t e = 0; e + 1 < start.size(); ++e) load.push_back(start[e + 1] - start[e]);
-    on_layer({Index(stage), loop, layer, host, load});
-  }
+  show(Index(stage), loop, layer, r.n, x);
+}
+
+/// X for the tracer, if there is one.
+void CudaEngine::show(Index stage, Index loop, Index layer, Index n, const float* x) {
+  if (!tracing_) return;
+  std::vector<float> host(std::size_t(n * c_.dim));
+  std::vector<int> start(c_.moe && stage >= 0 ? std::size_t(c_.moe->experts) + 1 : 0);
+  std::vector<Index> load;
+  CUDA_CHECK(cudaMemcpyAsync(host.data(), x, host.size() * 4, cudaMemcpyDeviceToHost, stream_));
+  if (!start.empty())
+    CUDA_CHECK(cudaMemcpyAsync(start.data(), start_.get(), start.size() * 4, cudaMemcpyDeviceToHost, stream_));
+  CUDA_CHECK(cudaStreamSynchronize(stream_));
+  for (std::size_t e = 0; e + 1 < start.size(); ++e) load.push_back(start[e + 1] - start[e]);
+  on_layer({stage, loop, layer, host, load});
 }
 
 /// All loops of a stage. In a shared stage only the wanted rows go on once the caches above have what they need.
@@ -1912,12 +1893,7 @@ void CudaEngine::run_pass() {
           r->turns);
   launch(grid(all_.n, 1, 1, 128), embed_rows, all_.rows, embed_.data.get(), embed_.ld(), c_.dim, float(c_.embed_scale),
       x_.get());
-  if (tracing_) {
-    std::vector<float> host(std::size_t(all_.n * c_.dim));
-    CUDA_CHECK(cudaMemcpyAsync(host.data(), x_.get(), host.size() * 4, cudaMemcpyDeviceToHost, stream_));
-    CUDA_CHECK(cudaStreamSynchronize(stream_));
-    on_layer({-1, 0, 0, host, {}});
-  }
+  show(/*stage=*/-1, 0, 0, all_.n, x_.get());
 }
 
 /// Adds what the pass did to the counters. Attention counts the keys that each query row's mask admits.

@@ -585,6 +585,16 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr a, int) {
   *value = a == cudaDevAttrComputeCapabilityMajor ? emu::options.major : a == cudaDevAttrMultiProcessorCount ? 132 : 0;
   return cudaSuccess;
 }
+inline cudaError_t cudaEventCreate(cudaEvent_t* e) { return *e = nullptr, cudaSuccess; }
+inline cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
+inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaEventSynchronize(cudaEvent_t) { return emu::drain_all(), cudaSuccess; }
+inline cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t, cudaEvent_t) { return *ms = 1, cudaSuccess; }
+inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
+  *p = {};
+  std::strcpy(p->name, "emulator");
+  return cudaSuccess;
+}
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline const char* cudaGetErrorString(cudaError_t) { return "an error of the emulator"; }
 inline const char* cudaGetErrorName(cudaError_t) { return "cudaErrorUnknown"; }
@@ -1023,17 +1033,24 @@ void wgmma_ss(float (&d)[Registers], std::uint64_t a, std::uint64_t b, bool accu
 // ---------------------------------------------------------------------------------------------------------------------
 // In place of a library
 
-/// put(row, output, sum) for y = x W^T, x [n,ld], W [out,ld]; a piece of work of the stream.
-template <class Put>
-bool emu_product(const __nv_bfloat16* x, const __nv_bfloat16* w, std::int64_t ld, std::int64_t n, std::int64_t out,
-    cudaStream_t stream, Put put) {
-  emu::of(stream).add([=] {
-    for (std::int64_t i = 0; i < n; ++i)
-      for (std::int64_t o = 0; o < out; ++o) {
-        float sum = 0;
-        for (std::int64_t k = 0; k < ld; ++k) sum += __bfloat162float(x[i * ld + k]) * __bfloat162float(w[o * ld + k]);
-        put(i, o, sum);
-      }
-  });
-  return true;
-}
+namespace emu {
+/// Runs y = x W^T, described as kernels.cu describes it, as a piece of work of the stream.
+struct Library {
+  template <class Product>
+  bool run(const Product& p, cudaStream_t stream) {
+    of(stream).add([p] {
+      for (std::int64_t i = 0; i < p.n; ++i)
+        for (std::int64_t o = 0; o < p.out; ++o) {
+          float sum = 0;
+          for (std::int64_t k = 0; k < p.ld; ++k)
+            sum += __bfloat162float(p.x[i * p.ld + k]) * __bfloat162float(p.w[o * p.ld + k]);
+          const std::int64_t at = i * p.ldy + o;
+          if (int(p.to) == 0) static_cast<__nv_bfloat16*>(p.y)[at] = __float2bfloat16(sum);
+          if (int(p.to) == 1) static_cast<float*>(p.y)[at] = sum;
+          if (int(p.to) == 2) static_cast<float*>(p.y)[at] += sum;
+        }
+    });
+    return true;
+  }
+};
+}  // namespace emu
