@@ -152,7 +152,8 @@ struct Product {
 inline constexpr Index depth = 1024;  ///< columns of K summed in registers before y is touched; part of the result
 inline constexpr Index strip = 64;    ///< rows of w that one thread takes at a time
 inline constexpr Index panel = 192;   ///< rows of x that pass over a strip together: 192 x 1024 x 4 B stay in L2
-inline constexpr Index small_work = 1 << 22;  ///< FLOP under which a second thread costs more than it brings
+inline constexpr Index small_work = 1 << 22;  ///< FLOP under which a second thread costs more than it brings,
+inline constexpr Index small_read = 1 << 19;  ///< provided that no more bytes of weights are read
 
 /// R rows of x against 4 rows of w, both along K: R x 4 sums in registers, 4R FMA for R + 4 loads. y [R,cols], cols <= 4.
 template <int R, class Num>
@@ -232,12 +233,13 @@ void product_block(
 /// panels of x. Adds what it did to `count`.
 void multiply(std::span<const Product> products, Counters& count) {
   std::uint64_t flops = 0;
-  Index work = 0;
+  Index work = 0, read = 0;
   for (const Product& p : products) {
     work += 2 * p.n * p.w.rows * p.w.cols;
-    if (p.n > 0) count.bytes += static_cast<std::uint64_t>(p.w.bytes());
+    read += p.n > 0 ? p.w.bytes() : 0;
   }
-#pragma omp parallel if (work > small_work) reduction(+ : flops)
+  count.bytes += static_cast<std::uint64_t>(read);
+#pragma omp parallel if (work > small_work || read > small_read) reduction(+ : flops)
   for (const Product& p : products) {
     const Index strips = (p.w.rows + strip - 1) / strip, panels = (p.n + panel - 1) / panel, K = p.w.cols;
 #pragma omp for schedule(dynamic) nowait
@@ -1990,6 +1992,8 @@ void put_rows(const std::vector<Json>& rows, const Options& o, Json more = Json:
   for (auto& line : lines) {
     for (std::size_t i = 0; i < line.size(); ++i) {
       std::string& s = line[i];
+      const auto control = [](unsigned char ch) { return ch < 32 || ch == 127; };
+      if (!o.csv) std::ranges::replace_if(s, control, '?');
       if (o.csv && s.find_first_of(",\"\n") != std::string::npos) {  // RFC 4180
         for (std::size_t q = 0; (q = s.find('"', q)) != std::string::npos; q += 2) s.insert(q, 1, '"');
         s = '"' + s + '"';
