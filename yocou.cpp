@@ -16,6 +16,7 @@
 
 #include <fcntl.h>
 #include <immintrin.h>
+#include <malloc.h>
 #include <omp.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -1206,9 +1207,12 @@ std::string quote(const Json& v) {
 /// Parses JSON. Throws Error for a syntax error, a duplicate key, and nesting deeper than 32.
 Json parse_json(std::string_view text, const std::string& where) {
   std::vector<std::set<std::string>> keys;
+  std::size_t values = 0;  // bounds that no real model comes near: an ordered object looks its keys up one by one
   using Event = Json::parse_event_t;
   const auto check = [&](int depth, Event event, Json& value) {
     if (depth > 32) fail(where, ": JSON nested deeper than 32");
+    if (++values > 2'000'000) fail(where, ": JSON of more than 2000000 values");
+    if (event == Event::key && keys.back().size() == 65'536) fail(where, ": more than 65536 keys in one object");
     if (event == Event::object_start) keys.emplace_back();
     if (event == Event::object_end) keys.pop_back();
     if (event == Event::key && !keys.back().insert(value.get<std::string>()).second)
@@ -1950,7 +1954,7 @@ std::string build_name() {
 struct Options {
   std::string model, prompt, prompt_file, file, tokens, tokens_file, shape, arch, out, memory, by;
   std::string device = "cpu", kv_dtype, dtype = "bf16", loops_list, N_list;
-  Index n = 256, chunk = 512, threads = 0, prefill = 0, batch = 1, kv_bytes = 2, runs = 3, steps = 4, top_k = 0;
+  Index n = 256, chunk = 0, threads = 0, prefill = 0, batch = 1, kv_bytes = 2, runs = 3, steps = 4, top_k = 0;
   std::uint64_t seed = 0;
   double temperature = 0, top_p = 1;
   ShapeOptions shape_options;
@@ -2576,6 +2580,7 @@ void verify_run(const Model& m, const Options& o, Index N, std::vector<Json>& ro
 /// Allocates the caches of N tokens, touched, without weights or tokens. A cell that does not fit is a row that says so.
 Json verify_allocation(const Config& c, const Options& o, Index N) {
   const Exact formula = Exact(o.batch) * cache_bytes(c, N, size_of(kv_dtype(o)));
+  malloc_trim(0);  // what earlier cells have freed goes back to the system, so that the growth is this cell's
   const Index available = available_memory(), before = resident_memory();
   Arena arena;
   std::vector<Cache> caches;
@@ -2618,9 +2623,10 @@ int verify(const Options& o) {
   const auto unequal = std::ranges::count_if(rows, differs);
   put_rows(rows, o, {{"resident_bytes", resident_memory()}});
   if (!o.json && !o.csv)
-    put("\n" + std::to_string(rows.size()) + " comparisons, " + std::to_string(unequal) +
-        " differ; the process holds " + std::to_string(resident_memory()) +
-        " bytes in memory now, program, libraries and freed memory included\n");
+    put("\n" + std::to_string(rows.size()) + " comparisons, " + std::to_string(unequal) + " differ, " +
+        std::to_string(std::ranges::count_if(rows, [](const Json& row) { return row["equal"].is_null(); })) +
+        " did not fit; the process holds " + std::to_string(resident_memory()) +
+        " bytes in memory now: caches, weights and buffers, the program and its libraries, and freed memory\n");
   if (unequal) {
     const Json& row = *std::ranges::find_if(rows, differs);
     fail("verify: ", unequal, " rows differ, the first ", cell(row["quantity"]), " of ", cell(row["arch"]),
@@ -2794,7 +2800,8 @@ void declare(CLI::App& app, Options& o, std::function<int()>& chosen) {
   };
   const auto running = [&](CLI::App* c) {
     c->add_option("--device", o.device, "cpu or cuda")->capture_default_str()->check(CLI::IsMember({"cpu", "cuda"}));
-    c->add_option("--chunk", o.chunk, "tokens a prefill pass")->capture_default_str()->transform(whole(Index{1}, most));
+    c->add_option("--chunk", o.chunk, "tokens a prefill pass (default 512, on cuda 8192)")
+        ->transform(whole(Index{1}, most));
     c->add_option("--threads", o.threads, "0: as many as the machine has")
         ->capture_default_str()
         ->transform(whole(Index{0}, Index{1024}));
@@ -2921,6 +2928,7 @@ int run(std::vector<std::string> arguments) {
     if (empty != arguments.end()) *empty = "", arguments.insert(empty, "--prompt");
     std::ranges::reverse(arguments);
     app.parse(arguments);
+    if (!options.chunk) options.chunk = options.device == "cuda" ? 8192 : 512;
     return chosen();
   } catch (const CLI::ParseError& e) {
     if (e.get_exit_code() != 0) return complain(e.what(), 2);

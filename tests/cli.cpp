@@ -40,7 +40,7 @@ constexpr bool sanitized = true;
 #else
 constexpr bool sanitized = false;
 #endif
-constexpr double patience = sanitized ? 240 : 30;  ///< seconds after which a run counts as hung
+constexpr double patience = sanitized ? 240 : 60;  ///< seconds after which a run counts as hung
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Running the program
@@ -148,6 +148,14 @@ class Process {
     return true;
   }
   void send(int signal) { ::kill(pid_, signal); }
+  /// Waits until the program has taken over `signal`, as a busy machine may take long to get there.
+  void await_handler(int signal) const {
+    for (std::string line; elapsed() < patience; std::this_thread::sleep_for(std::chrono::milliseconds(5))) {
+      std::ifstream status("/proc/" + std::to_string(pid_) + "/status");
+      while (std::getline(status, line))
+        if (line.rfind("SigCgt:", 0) == 0 && (std::stoull(line.substr(8), nullptr, 16) >> (signal - 1) & 1)) return;
+    }
+  }
   void close_stdout() { ::close(out_), out_ = -1; }
   Result& finish() {
     if (done_) return result_;
@@ -584,6 +592,18 @@ TEST_CASE("cli: malformed headers", "[cli]") {
          return s;
        }()),
           {"header", "deep"}},
+      {"many keys", text([] {
+         std::string keys = "{\"k\":0";
+         for (int k = 0; k < 200'000; ++k) keys += ",\"k" + std::to_string(k) + "\":0";
+         return keys + "}";
+       }()),
+          {"header", "keys"}},
+      {"many values", text([] {
+         std::string values = "[0";
+         for (int k = 0; k < 8'000'000; ++k) values += ",0";
+         return values + "]";
+       }()),
+          {"header", "values"}},
       {"a long token", text("{\"" + std::string(10'000'000, 'x')), {"header"}},
       {"control characters in a token", text("{\"\x1b[2J\n\": 1}"), {"header"}},
       {"duplicate tensor", replaced("\"norm\":", "\"embed\":"), {"duplicate", "embed"}},
@@ -1201,7 +1221,8 @@ TEST_CASE("cli: interrupted", "[cli]") {
              {"verify", "--shape", "small", "--arch", "yoco-u", "-N", "1000000"},
              {"bench", "--shape", "small", "-N", "1000000"}, {"init", "--shape", "1.3b", "-o", out}}) {
       Process p(a);
-      std::this_thread::sleep_for(std::chrono::milliseconds(sanitized ? 3000 : 600));
+      p.await_handler(SIGINT);
+      std::this_thread::sleep_for(std::chrono::milliseconds(400));
       p.send(SIGINT);
       const Result& r = p.finish();
       CAPTURE(joined(a), r.err, r.hung, r.signal);
