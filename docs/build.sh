@@ -12,7 +12,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 doxygen -w html "$work/stock.html" "$work/footer.html" "$work/style.css"
-awk 'FNR == NR { head = head $0 "\n"; next } /<\/head>/ { printf "%s", head } 1' docs/head.html "$work/stock.html" > "$work/header.html"
+awk 'FNR == NR { head = head $0 "\n"; next } /mathjax/ { printf "%s", head } 1' docs/head.html "$work/stock.html" > "$work/header.html"
 { cat docs/Doxyfile; echo "OUTPUT_DIRECTORY = $out"; echo "HTML_HEADER = $work/header.html"; } | doxygen -
 
 mkdir -p "$out/html/mathjax"

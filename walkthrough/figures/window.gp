@@ -1,7 +1,7 @@
 load "walkthrough/figures/style.gnuplot"
 set terminal svg size 760,330 dynamic background "#ffffff" font "sans-serif,14"
 # Measured: reach.sh flips token j and asks which rows of logits change.
-set multiplot layout 1,3 margins 0.08,0.985,0.17,0.88 spacing 0.05
+set multiplot layout 1,3 margins 0.08,0.985,0.21,0.9 spacing 0.05
 unset key; set xrange [-0.7:31.7]; set yrange [31.7:-0.7]; set tics 8; unset grid; set border 15
 set xlabel "token flipped"; set ylabel "row that changes"
 set title "1 layer, once"
