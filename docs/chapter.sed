@@ -21,6 +21,7 @@ s|](\(\.\./\)*yocou\.cpp)|](@ref yocou.cpp)|g
 s|](\(\.\./\)*yocou\.h)|](@ref yocou.h)|g
 s|](\(\.\./\)*kernels\.cu)|](@ref kernels.cu)|g
 s|](\.\./docs/\([a-z]*\)\.md)|](md_docs_\1.html)|g
+s|](../walkthrough/figures/|](figures/|g
 s|](\.\./data/README\.md)|](md_data_README.html)|g
 s|](\.\./README\.md)|](md_README.html)|g
 s|](\([0-9][0-9]\)-\([a-z]*\)\.md#|](md_walkthrough_\1_\2.html#|g
