@@ -1992,6 +1992,9 @@ void put_rows(const std::vector<Json>& rows, const Options& o, Json more = Json:
     for (const auto& [key, value] : row.items())
       lines.back().push_back(o.csv && !value.is_string() ? (value.is_null() ? "" : dump(value)) : cell(value));
   }
+  std::vector<std::size_t> width(lines[0].size());
+  for (const auto& line : lines)
+    for (std::size_t i = 0; i < std::min(width.size(), line.size()); ++i) width[i] = std::max(width[i], line[i].size());
   std::string text;
   for (auto& line : lines) {
     for (std::size_t i = 0; i < line.size(); ++i) {
@@ -2002,9 +2005,7 @@ void put_rows(const std::vector<Json>& rows, const Options& o, Json more = Json:
         for (std::size_t q = 0; (q = s.find('"', q)) != std::string::npos; q += 2) s.insert(q, 1, '"');
         s = '"' + s + '"';
       }
-      std::size_t width = 0;
-      for (const auto& other : lines) width = o.csv ? 0 : std::max(width, other[i].size());
-      const std::string pad(width - std::min(width, s.size()), ' ');
+      const std::string pad(o.csv ? 0 : width[i] - s.size(), ' ');
       text += (i == 0 ? "" : o.csv ? "," : "  ") + (i == 0 ? s + pad : pad + s);
     }
     text += "\n";
