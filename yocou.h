@@ -27,6 +27,7 @@
 /// Everything of the program.
 namespace yocou {
 
+/// What `yocou --version` says.
 inline constexpr const char* version = "0.1.0";
 
 /// Sizes, positions and offsets: 64 bits from the first multiplication on.
@@ -104,6 +105,7 @@ struct Config {
   Index q_dim() const { return heads * head_dim; }      ///< H dh
   Index kv_dim() const { return kv_heads * head_dim; }  ///< G dh
   Index group() const { return heads / kv_heads; }      ///< R: query head h reads KV head floor(h / R)
+  /// Whether there is a cross-decoder: the shared stage, if any, is the last.
   bool has_shared() const { return !stages.empty() && stages.back().attention == Attention::shared; }
 };
 
@@ -113,14 +115,17 @@ struct Config {
 /// How a number is stored. Weights come in all three; a cache holds f32 or bf16.
 enum class Dtype : std::uint8_t { f32, bf16, f16 };
 
+/// Bytes of one number.
 inline Index size_of(Dtype t) { return t == Dtype::f32 ? 4 : 2; }
 
 /// A stored matrix [rows,cols], row-major, that somebody else owns (the mapped file, usually). y = x W^T.
 struct Tensor {
-  const void* data = nullptr;
-  Dtype dtype = Dtype::f32;
-  Index rows = 0, cols = 0;
+  const void* data = nullptr;  ///< row 0
+  Dtype dtype = Dtype::f32;    ///< of a number
+  Index rows = 0;              ///< outputs of a product
+  Index cols = 0;              ///< inputs of a product
 
+  /// Bytes of all rows.
   Index bytes() const { return rows * cols * size_of(dtype); }
   /// Rows first .. first+count-1: one expert of a stack, one token's embedding.
   Tensor slice(Index first, Index count) const {
@@ -130,25 +135,34 @@ struct Tensor {
 
 /// The three matrices of a SwiGLU: (silu(x gate^T) * (x up^T)) down^T. Experts are stacked by rows.
 struct Ffn {
-  Tensor gate, up, down;  ///< [F,D] [F,D] [D,F]; experts [E Fe,D] [E Fe,D] [E D,Fe]
+  Tensor gate;  ///< [F,D]; of E experts [E Fe,D]
+  Tensor up;    ///< the same
+  Tensor down;  ///< [D,F]; of E experts [E D,Fe]
 };
 
 /// The weights of one layer.
 struct Layer {
-  Tensor attn_norm;       ///< [D]
-  Tensor wq, wk, wv, wo;  ///< [H dh,D] [G dh,D] [G dh,D] [D,H dh]; no wk, wv in a shared stage
-  Tensor ffn_norm;        ///< [D]
-  Ffn dense;              ///< without moe
-  Tensor router;          ///< [E,D]
-  Ffn experts, shared;    ///< the routed experts, and the one that is always on
+  Tensor attn_norm;  ///< [D]
+  Tensor wq;         ///< [H dh,D]
+  Tensor wk;         ///< [G dh,D]; none in a shared stage
+  Tensor wv;         ///< the same
+  Tensor wo;         ///< [D,H dh]
+  Tensor ffn_norm;   ///< [D]
+  Ffn dense;         ///< without moe
+  Tensor router;     ///< [E,D]
+  Ffn experts;       ///< the routed experts
+  Ffn shared;        ///< the expert that is always on, when Fs > 0
 };
 
 /// All weights of a model.
 struct Weights {
   Tensor embed;                            ///< [V,D]
   std::vector<std::vector<Layer>> stages;  ///< [stage][layer]
-  Tensor kv_norm, kv_wk, kv_wv;            ///< [D] [G dh,D] [G dh,D]: K^ = norm(X; kv_norm) kv_wk^T, V^ likewise
-  Tensor norm, head;                       ///< [D] [V,D]; a tied head is a view of embed
+  Tensor kv_norm;                          ///< [D], with a shared stage only, as the next two
+  Tensor kv_wk;                            ///< [G dh,D]: K^ = norm(X; kv_norm) kv_wk^T
+  Tensor kv_wv;                            ///< [G dh,D]: V^ = norm(X; kv_norm) kv_wv^T
+  Tensor norm;                             ///< [D], before the head
+  Tensor head;                             ///< [V,D]; a tied head is a view of embed
 };
 
 /// A tensor's shape as the checkpoint states it: 1 to 3 dimensions.
@@ -207,9 +221,9 @@ enum class Logits : std::uint8_t {
 
 /// One sequence's part of a pass: `tokens` are appended to sequence `sequence`.
 struct Segment {
-  int sequence = 0;
-  std::span<const int> tokens;
-  Logits want = Logits::last;
+  int sequence = 0;             ///< what Engine::open() gave
+  std::span<const int> tokens;  ///< ids, 0 .. V-1
+  Logits want = Logits::last;   ///< logits of which of them
 };
 
 /// How the next token is drawn: temperature, then top-k, then top-p, renormalised after each.
@@ -224,6 +238,7 @@ struct Counters {
   std::uint64_t flops = 0;            ///< 2 x multiply-adds of matrix products and attention
   std::uint64_t bytes = 0;            ///< weights and cached rows read, once per pass that reads them
   std::uint64_t cross_positions = 0;  ///< rows that entered a pass of the shared stage
+  /// What was done since `o`.
   Counters operator-(const Counters& o) const {
     return {flops - o.flops, bytes - o.bytes, cross_positions - o.cross_positions};
   }
@@ -231,9 +246,11 @@ struct Counters {
 
 /// The state after one application of a layer, shown to a tracer.
 struct Application {
-  Index stage = -1, loop = 0, layer = 0;  ///< stage -1: the embeddings, X^0
-  std::span<const float> x;               ///< [n,D], the rows of the pass
-  std::span<const Index> expert_load;     ///< [E] tokens sent to each expert in this application; empty when dense
+  Index stage = -1;                    ///< -1: the embeddings, X^0
+  Index loop = 0;                      ///< from 0
+  Index layer = 0;                     ///< in its stage, from 0
+  std::span<const float> x;            ///< [n,D], the rows of the pass
+  std::span<const Index> expert_load;  ///< [E] tokens sent to each expert in this application; empty when dense
 };
 
 /// What an engine must be told when it is made.
