@@ -550,7 +550,7 @@ inline void each_row(Index n, Index cost, F&& f) {
 }
 
 // [rms-norm]
-/// y [n,D] = x * rsqrt(mean(x^2) + eps) * g, g [D]. In float32, rounded once per element.
+/// y [n,D] = x * rsqrt(mean(x^2) + eps) * g, g [D]. In float32, rounded twice an element: x r, then g.
 void rms_norm(const float* x, const Tensor& g, float eps, Index n, float* y) {
   const Index D = g.rows * g.cols;
   with_type(g.dtype, [&](auto num) {
@@ -790,8 +790,8 @@ class CpuEngine final : public Engine {
 
   // [universal-self-decoder]
   /// USD(X): the stage's layers, T times over with the same weights. Each (loop, layer) has a cache of its own, for a
-  /// position's keys differ from loop to loop; a position's angle does not. Window stages reach T L (W-1) positions
-  /// back in all. The same lines are the Transformer (full, T = 1), UT (full, T) and both halves of RINS.
+  /// position's keys differ from loop to loop; a position's angle does not. Window stages reach T x layers x (W-1)
+  /// positions back in all. The same lines are the Transformer (full, T = 1), UT (full, T) and both halves of RINS.
   void universal_self_decoder(Index s) {
     const Stage& stage = c_.stages[s];
     for (Index t = 0; t < stage.loops; ++t)

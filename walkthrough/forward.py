@@ -34,31 +34,33 @@ def norm(X, gain, eps):
     return [[v / math.sqrt(dot(x, x) / len(x) + eps) * g for v, g in zip(x, gain[0])] for x in X]
 
 
-def rope(X, dh, theta):  # row p is position p
-    for p, x in enumerate(X):
-        for h in range(0, len(x), dh):
-            for i in range(0, dh, 2):
-                angle = p * theta ** (-i / dh)
-                a, b = x[h + i], x[h + i + 1]
-                x[h + i], x[h + i + 1] = a * math.cos(angle) - b * math.sin(angle), a * math.sin(angle) + b * math.cos(angle)
+def rope(x, p, dh, theta):  # one row, at position p, all its heads
+    for h in range(0, len(x), dh):
+        for i in range(0, dh, 2):
+            angle = p * theta ** (-i / dh)
+            a, b = x[h + i], x[h + i + 1]
+            x[h + i], x[h + i + 1] = a * math.cos(angle) - b * math.sin(angle), a * math.sin(angle) + b * math.cos(angle)
 
 
-def attention(c, Q, K, V, window):
-    dh, group, out = c["head_dim"], c["heads"] // c["kv_heads"], []
-    for i, q in enumerate(Q):
-        row = []
-        for h in range(c["heads"]):
-            g = h // group * dh
-            seen = range(max(0, i - window + 1), i + 1)
-            scores = [dot(q[h * dh:(h + 1) * dh], K[j][g:g + dh]) / math.sqrt(dh) for j in seen]
-            e = [math.exp(s - max(scores)) for s in scores]
-            row += [sum(w * V[j][g + d] for w, j in zip(e, seen)) / sum(e) for d in range(dh)]
-        out.append(row)
-    return out
+def attend(c, q, K, V, seen):  # one query row, H heads, over the rows `seen` of K and V
+    dh, group, row = c["head_dim"], c["heads"] // c["kv_heads"], []
+    for h in range(c["heads"]):
+        g = h // group * dh
+        scores = [dot(q[h * dh:(h + 1) * dh], K[j][g:g + dh]) / math.sqrt(dh) for j in seen]
+        e = [math.exp(s - max(scores)) for s in scores]
+        row += [sum(w * V[j][g + d] for w, j in zip(e, seen)) / sum(e) for d in range(dh)]
+    return row
 
 
 def add(X, Y):
     return [[a + b for a, b in zip(x, y)] for x, y in zip(X, Y)]
+
+
+def ffn(c, t, name, X):  # X' = FFN(LN(X)) + X
+    f = norm(X, t[name + "ffn_norm"], c["norm_eps"])
+    gate, up = linear(f, t[name + "w_gate"]), linear(f, t[name + "w_up"])
+    hidden = [[g / (1 + math.exp(-g)) * u for g, u in zip(gs, us)] for gs, us in zip(gate, up)]
+    return add(X, linear(hidden, t[name + "w_down"]))
 
 
 def layer(c, t, name, stage, X, cache):
@@ -66,24 +68,27 @@ def layer(c, t, name, stage, X, cache):
     Q = linear(a, t[name + "wq"])
     K, V = cache or (linear(a, t[name + "wk"]), linear(a, t[name + "wv"]))
     if not cache:
-        rope(Q, c["head_dim"], c["rope_theta"])
-        rope(K, c["head_dim"], c["rope_theta"])
-    X = add(X, linear(attention(c, Q, K, V, stage.get("window", len(X))), t[name + "wo"]))
-    f = norm(X, t[name + "ffn_norm"], c["norm_eps"])
-    gate, up = linear(f, t[name + "w_gate"]), linear(f, t[name + "w_up"])
-    hidden = [[g / (1 + math.exp(-g)) * u for g, u in zip(gs, us)] for gs, us in zip(gate, up)]
-    return add(X, linear(hidden, t[name + "w_down"]))
+        for p, (q, k) in enumerate(zip(Q, K)):
+            rope(q, p, c["head_dim"], c["rope_theta"])
+            rope(k, p, c["head_dim"], c["rope_theta"])
+    W = stage.get("window", len(X))
+    O = [attend(c, q, K, V, range(max(0, i - W + 1), i + 1)) for i, q in enumerate(Q)]
+    return ffn(c, t, name, add(X, linear(O, t[name + "wo"])))
 
 
-c, t = load(sys.argv[1])
-X = [[v * c["embed_scale"] for v in t["embed"][int(token)]] for token in sys.argv[2].split(",")]
-for stage in c["stages"]:
-    cache = None
-    if stage["attention"] == "shared":  # cache once
-        m = norm(X, t["kv_norm"], c["norm_eps"])
-        cache = linear(m, t["kv.wk"]), linear(m, t["kv.wv"])
-    for _ in range(stage["loops"]):  # T
-        for i in range(stage["layers"]):  # L/2
-            X = layer(c, t, f"{stage['name']}.{i}.", stage, X, cache)
-logits = linear(norm(X[-1:], t["norm"], c["norm_eps"]), t["head"])[0]
-print(" ".join(f"{v:.6f}" for v in logits))
+def forward(c, t, tokens):
+    X = [[v * c["embed_scale"] for v in t["embed"][token]] for token in tokens]
+    for stage in c["stages"]:
+        cache = None
+        if stage["attention"] == "shared":  # cache once
+            m = norm(X, t["kv_norm"], c["norm_eps"])
+            cache = linear(m, t["kv.wk"]), linear(m, t["kv.wv"])
+        for _ in range(stage["loops"]):  # T
+            for i in range(stage["layers"]):  # L/2
+                X = layer(c, t, f"{stage['name']}.{i}.", stage, X, cache)
+    return linear(norm(X[-1:], t["norm"], c["norm_eps"]), t["head"])[0]
+
+
+if __name__ == "__main__":
+    logits = forward(*load(sys.argv[1]), [int(token) for token in sys.argv[2].split(",")])
+    print(" ".join(f"{v:.6f}" for v in logits))

@@ -6,7 +6,7 @@ t = "< yocou trace data/austen.safetensors -p \"$(head -c 512 data/austen-heldou
 set arrow from 2.5,graph 0 to 2.5,graph 0.9 nohead lc rgb "#999999" dt 2
 set arrow from 4.5,graph 0 to 4.5,graph 0.9 nohead lc rgb "#999999" dt 2
 set arrow from 6.5,graph 0 to 6.5,graph 0.9 nohead lc rgb "#999999" dt 2
-set label "loop 1" at 1.5,graph 0.94 center; set label "loop 2" at 3.5,graph 0.94 center
-set label "loop 3" at 5.5,graph 0.94 center; set label "cross" at 7.5,graph 0.94 center
+set label "loop 0" at 1.5,graph 0.94 center; set label "loop 1" at 3.5,graph 0.94 center
+set label "loop 2" at 5.5,graph 0.94 center; set label "cross" at 7.5,graph 0.94 center
 set xrange [0.5:8.5]
 plot t using 1:2 with linespoints lt 1 ps 0.9 notitle

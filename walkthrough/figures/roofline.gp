@@ -1,12 +1,14 @@
 load "walkthrough/figures/style.gnuplot"
-set logscale xy 2
-set xlabel "FLOP per byte read"; set ylabel "bound, TFLOP/s"
-set title "decode of the 1.3B shape at 16K under an H100's roof: 989 TFLOP/s BF16, 3.35 TB/s (data sheet)"
-set xrange [0.5:1024]; set yrange [2:1400]; set key bottom right Right noreverse
-roof(x) = x * 3.35 < 989 ? x * 3.35 : 989
-c(a, b) = sprintf("< yocou cost --shape 1.3b --arch %s -N 16384 --batch %d --csv | tail -1", a, b)
-set sample 400
-plot roof(x) with lines lt 6 title "roof", \
-     for [i = 1:3] sprintf("< for b in 1 4 16 64 256; do yocou cost --shape 1.3b --arch %s -N 16384 --batch $b --csv | tail -1; done", word("yoco-u yoco transformer", i)) \
-       using ($6/$11):(roof($6/$11)):3 with points lt i pt 7 ps 1.2 title word("yoco-u yoco transformer", i), \
-     "< for b in 1 16 256; do yocou cost --shape 1.3b --arch yoco-u -N 16384 --batch $b --csv | tail -1; done" using ($6/$11):(roof($6/$11)):(sprintf("batch %d", $3)) with labels right offset -1,0.6 notitle
+set terminal svg size 760,300 dynamic background "#ffffff" font "sans-serif,14"
+# A decode step at 16K does so many FLOP for each byte that it must read; a point is a batch. An H100 (data sheet: 989
+# TFLOP/s BF16, 3.35 TB/s) needs 295 of them to be bound by arithmetic.
+set logscale x 2; set xlabel "FLOP per byte read by a step"; set xrange [0.7:2100]
+set yrange [0.4:4.2]; unset ylabel; set ytics ("transformer" 1, "yoco" 2, "yoco-u" 3); unset key; set grid noytics
+set title "decode of the 1.3B shape at 16K, batch 1 to 256, on an H100 (data sheet)"
+ridge = 989e12 / 3.35e12
+set arrow from ridge,graph 0 to ridge,graph 1 nohead lc rgb "#555555" lw 1.5
+set label "read-bound" at ridge,3.8 right offset -0.7,0 textcolor rgb "#555555"; set label "arithmetic-bound" at ridge,3.8 left offset 0.7,0 textcolor rgb "#555555"
+c(a) = sprintf("< for b in 1 4 16 256; do yocou cost --shape 1.3b --arch %s -N 16384 --batch $b --csv | tail -1; done", a)
+row(a) = a eq "transformer" ? 1 : a eq "yoco" ? 2 : 3
+plot for [a in "yoco-u yoco transformer"] c(a) using ($6/$11):(row(a)) with linespoints lt of(a) ps 1.2, \
+     for [a in "yoco-u yoco transformer"] c(a) using ($6/$11):(row(a) + 0.32):3 with labels font ",12" notitle
