@@ -1097,7 +1097,7 @@ struct Arch {
     bool looped = false;   ///< x T
     bool refresh = false;  ///< refresh_kv
   };
-  const char* name;
+  std::string name;
   Index loops;  ///< default T
   std::vector<Part> parts;
   const char *kv_cache, *prefill, *decode;  ///< big-O
@@ -1133,23 +1133,18 @@ const std::vector<Arch>& archs() {
 
 /// The named architecture, or null.
 const Arch* find_arch(const std::string& name) {
-  const auto it = std::find_if(archs().begin(), archs().end(), [&](const Arch& a) { return a.name == name; });
+  const auto it = std::ranges::find(archs(), name, &Arch::name);
   return it == archs().end() ? nullptr : &*it;
 }
 
-/// The stage that the architecture marks x T, or null.
-Stage* looped_stage(Config& c) {
+/// Sets T of the stage that the architecture marks x T; 0 keeps it. Returns its T, 1 when nothing loops. Throws Usage
+/// when there is no such stage.
+Index set_loops(Config& c, Index T) {
   const Arch* arch = find_arch(c.arch);
   for (std::size_t s = 0; arch && s < arch->parts.size(); ++s)
-    if (arch->parts[s].looped) return &c.stages[s];
-  return nullptr;
-}
-
-/// Sets T of the looped stage; 0 keeps it. Throws Usage when there is none.
-void set_loops(Config& c, Index T) {
-  Stage* stage = looped_stage(c);
-  if (T && !stage) throw Usage("--loops: arch '" + c.arch + "' has no looped stage");
-  if (T) stage->loops = T;
+    if (arch->parts[s].looped) return T ? c.stages[s].loops = T : c.stages[s].loops;
+  if (T) throw Usage("--loops: arch '" + c.arch + "' has no looped stage");
+  return 1;
 }
 
 /// Overrides of a shape; 0: keep.
@@ -1157,33 +1152,31 @@ struct ShapeOptions {
   Index layers = 0, window = 0, loops = 0;
 };
 
-/// A shape (1.3b, 10b-moe, small, tiny) as an architecture. F and V of 1.3b are not published and chosen here.
-/// Throws Usage for an unknown name and for an override that the architecture cannot take.
+/// A shape as an architecture. F and V of 1.3b are not published and chosen here. Throws Usage for an unknown name and
+/// for an override that the architecture cannot take.
 Config make_config(const std::string& shape, const std::string& arch_name, const ShapeOptions& o) {
-  struct Preset {
-    const char* name;
-    Index D, L, H, G, dh, F, V, W;
-  };
-  static const Preset presets[] = {{"1.3b", 2560, 20, 20, 4, 128, 6912, 100352, 512},
-      {"10b-moe", 2560, 20, 20, 4, 128, 0, 100352, 512}, {"small", 512, 8, 4, 1, 128, 1408, 256, 512},
-      {"tiny", 128, 4, 2, 1, 64, 352, 256, 64}};
+  // clang-format off
+  static const struct { std::string name; Index D, L, H, G, dh, F, V, W; } shapes[] = {
+    {"1.3b",    2560, 20, 20, 4, 128, 6912, 100352, 512},
+    {"10b-moe", 2560, 20, 20, 4, 128,    0, 100352, 512},
+    {"small",    512,  8,  4, 1, 128, 1408,    256, 512},
+    {"tiny",     128,  4,  2, 1,  64,  352,    256,  64}};
+  // clang-format on
   const Arch* arch = find_arch(arch_name);
-  const auto* p =
-      std::find_if(std::begin(presets), std::end(presets), [&](const Preset& q) { return q.name == shape; });
+  const auto* p = std::ranges::find_if(shapes, [&](const auto& s) { return s.name == shape; });
   if (!arch) throw Usage("--arch: no architecture '" + arch_name + "'");
-  if (p == std::end(presets)) throw Usage("--shape: no shape '" + shape + "'");
+  if (p == std::end(shapes)) throw Usage("--shape: no shape '" + shape + "'");
   if (o.window && !arch->takes_window()) throw Usage("--window: arch '" + arch_name + "' has no window stage");
-  const Index L = o.layers ? o.layers : p->L;
   Config c;
   c.arch = arch_name;
   c.vocab_size = p->V, c.dim = p->D, c.heads = p->H, c.kv_heads = p->G, c.head_dim = p->dh, c.ffn_dim = p->F;
   if (!p->F) c.moe = Moe{64, 8, 1024, 1024, true};
+  const Index L = o.layers ? o.layers : p->L, W = o.window ? o.window : p->W;
   for (const Arch::Part& part : arch->parts) {
     if (part.half && L % 2)
       throw Usage("--layers: arch '" + arch_name + "' halves its layers, " + std::to_string(L) + " is odd");
-    const Index window = part.attention == Attention::window ? (o.window ? o.window : p->W) : 0;
-    c.stages.push_back({part.name, part.half ? L / 2 : L, part.looped ? arch->loops : 1, part.attention, window,
-        /*rope=*/part.attention != Attention::shared, part.refresh});
+    c.stages.push_back({part.name, part.half ? L / 2 : L, part.looped ? arch->loops : 1, part.attention,
+        part.attention == Attention::window ? W : 0, /*rope=*/part.attention != Attention::shared, part.refresh});
   }
   set_loops(c, o.loops);
   return c;
@@ -1197,6 +1190,9 @@ using Json = nlohmann::basic_json<nlohmann::ordered_map, std::vector, std::strin
 
 /// JSON text that is valid UTF-8 whatever is in it; with `ascii`, control and other special characters are escaped.
 std::string dump(const Json& j, bool ascii = false) { return j.dump(-1, ' ', ascii, Json::error_handler_t::replace); }
+
+/// Text with U+FFFD for what is not UTF-8.
+std::string valid(const std::string& text) { return Json::parse(dump(text)).get<std::string>(); }
 
 /// A value from a file as it may be shown: quoted, escaped, not too long.
 std::string quote(const Json& v) {
@@ -1227,168 +1223,188 @@ Json parse_json(std::string_view text, const std::string& where) {
   }
 }
 
-/// Reads an object's fields one by one and refuses what is missing, of the wrong kind, out of range, or left over.
+using Names = std::vector<std::string>;  ///< words of any kind
+/// "a, b, c".
+std::string join(const Names& names, const char* between = ", ") {
+  std::string all;
+  for (std::size_t i = 0; i < names.size(); ++i) all += (i ? between : "") + names[i];
+  return all;
+}
+
+/// As the low end of a range: all that is above 0.
+inline constexpr double above_0 = std::numeric_limits<double>::denorm_min();
+/// The numbers from low to high.
+template <class T>
+struct Range {
+  T low, high;
+  bool has(T v) const { return v >= low && v <= high; }
+  /// As a message says it: "an integer from 1 to 4096".
+  std::string text() const {
+    std::ostringstream s;
+    s << (std::is_integral_v<T> ? "an integer" : "a number");
+    if (static_cast<double>(low) == above_0) s << " above 0, at most " << high;
+    else s << " from " << low << " to " << high;
+    return s.str();
+  }
+};
+inline constexpr Range<Index> sizes{1, std::numeric_limits<std::int32_t>::max()}, counts{1, 4096};
+inline const Names attention_names{"window", "full", "shared"}, dtype_names{"F32", "BF16", "F16"};
+const std::string& name_of(Dtype t) { return dtype_names[static_cast<std::size_t>(t)]; }
+
+/// An object's fields, read or written by the same calls. Reading throws Error for what is missing, of the wrong kind,
+/// out of range, or left over. A field may be missing when the value it would set is a good one already: its default.
 class Fields {
  public:
-  Fields(const Json& object, std::string where) : object_(object), where_(std::move(where)) {
-    if (!object.is_object()) fail(where_, ": expected an object, found ", object.type_name());
+  explicit Fields(Json& to) : to_(&to) {}
+  Fields(const Json& from, std::string where) : where_(std::move(where)) {
+    if (!from.is_object()) fail(where_, ": expected an object, found ", from.type_name());
+    from.get_to(left_);
   }
-  const Json* find(const std::string& key) {
-    known_.insert(key);
-    const auto it = object_.find(key);
-    return it == object_.end() ? nullptr : &*it;
+  /// What has not been taken yet of what is read.
+  bool has(const std::string& key) const { return left_.count(key) > 0; }
+  Json take(const std::string& key) {
+    if (!has(key)) fail(where_, ": key \"", key, "\" is missing");
+    return left_.extract(key).mapped();
   }
-  const Json& need(const std::string& key) {
-    const Json* value = find(key);
-    if (!value) fail(where_, ": key \"", key, "\" is missing");
-    return *value;
+  template <class T>
+  void number(const std::string& key, T& value, const Range<T>& range) {
+    field(key, value, range.text(), [&](const Json& v) {
+      if constexpr (std::is_floating_point_v<T>) return v.is_number() && range.has(v.get<T>());
+      else return v.is_number_integer() && v.get<__int128>() == v.get<T>() && range.has(v.get<T>());
+    });
   }
-  Index integer(const std::string& key, Index low, Index high, std::optional<Index> otherwise = {}) {
-    const auto good = [=](const Json& v) {
-      return v.is_number_integer() && v.get<__int128>() >= low && v.get<__int128>() <= high;
-    };
-    return get(key, "an integer from " + std::to_string(low) + " to " + std::to_string(high), good, otherwise);
+  void flag(const std::string& key, bool& value, bool otherwise) {
+    if (!to_) value = otherwise;
+    field(key, value, "true or false", [](const Json& v) { return v.is_boolean(); });
   }
-  double number(const std::string& key, double low, double otherwise) {  // held as float32 later
-    const auto good = [=](const Json& v) { return v.is_number() && v.get<double>() >= low && v.get<double>() <= 1e38; };
-    return get<double>(key, low > 0 ? "a number above 0, at most 1e38" : "a number from 0 to 1e38", good, otherwise);
+  /// A string: any, or one of `names`.
+  void text(const std::string& key, std::string& value, const Names& names = {}) {
+    field(key, value, names.empty() ? "a string" : "one of " + join(names), [&](const Json& v) {
+      return v.is_string() && (names.empty() || std::ranges::count(names, v.get<std::string>()) > 0);
+    });
   }
-  bool flag(const std::string& key, std::optional<bool> otherwise = {}) {
-    return get(
-        key, "true or false", [](const Json& v) { return v.is_boolean(); }, otherwise);
+  /// An enumeration whose values `names` lists in their order. It may not be missing.
+  template <class T>
+  void choice(const std::string& key, T& value, const Names& names) {
+    std::string name = to_ ? names[static_cast<std::size_t>(value)] : "";
+    text(key, name, names);
+    value = static_cast<T>(std::ranges::find(names, name) - names.begin());
   }
-  std::string text(const std::string& key, const std::optional<std::string>& otherwise = {}) {
-    return get(
-        key, "a string", [](const Json& v) { return v.is_string(); }, otherwise);
+  /// A list of objects, at least one; visit(Fields&, value) deals with the fields of each.
+  template <class T, class Visit>
+  void objects(const std::string& key, std::vector<T>& values, Visit&& visit) {
+    Json list = to_ ? Json(Json::array_t(values.size())) : take(key);
+    if (!list.is_array() || list.empty()) fail(where_, ": \"", key, "\" must list at least one object");
+    values.resize(list.size());
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      Fields f = to_ ? Fields(list[i]) : Fields(list[i], where_ + ": " + key + "[" + std::to_string(i) + "]");
+      visit(f, values[i]);
+      f.done();
+    }
+    if (to_) (*to_)[key] = list;
   }
-  /// Index of the key's value in `names`.
-  std::size_t one_of(
-      const std::string& key, const std::vector<std::string>& names, const std::optional<std::string>& otherwise = {}) {
-    std::string list;
-    for (const std::string& n : names) list += (list.empty() ? "" : ", ") + n;
-    const auto place = [&](const std::string& v) { return std::find(names.begin(), names.end(), v) - names.begin(); };
-    const auto good = [&](const Json& v) { return v.is_string() && place(v.get<std::string>()) < std::ssize(names); };
-    return static_cast<std::size_t>(place(get(key, "one of " + list, good, otherwise)));
-  }
-  /// Every key must have been asked for.
+  /// An object within.
+  Fields inside(const std::string& key) { return to_ ? Fields((*to_)[key]) : Fields(take(key), where_ + ": " + key); }
+  /// Every key must have been taken.
   void done() const {
-    for (const auto& [key, value] : object_.items())
-      if (!known_.count(key)) fail(where_, ": unknown key ", quote(key));
+    if (!left_.empty()) fail(where_, ": key ", quote(left_.begin()->first), " is unknown, or out of place here");
   }
-  const std::string& where() const { return where_; }
 
  private:
   template <class T, class Good>
-  T get(const std::string& key, const std::string& expected, Good&& good, const std::optional<T>& otherwise) {
-    if (otherwise && !find(key)) return *otherwise;
-    const Json& v = need(key);
+  void field(const std::string& key, T& value, const std::string& expected, Good&& good) {
+    if (to_) (*to_)[key] = value;
+    if (to_ || (!has(key) && good(Json(value)))) return;
+    const Json v = take(key);
     if (!good(v)) fail(where_, ": \"", key, "\" must be ", expected, ", found ", quote(v));
-    return v.get<T>();
+    v.get_to(value);
   }
-  const Json& object_;
+  Json* to_ = nullptr;                ///< what is written
+  std::map<std::string, Json> left_;  ///< what is read and has not been taken
   std::string where_;
-  std::set<std::string> known_;
 };
 
-inline constexpr Index most = std::numeric_limits<std::int32_t>::max();  ///< bound of every size in a config
-inline const std::vector<std::string> attention_names{"window", "full", "shared"};
-inline const std::vector<std::string> dtype_names{"F32", "BF16", "F16"};
-
-/// One stage of a config.
-Stage read_stage(const Json& json, const std::string& where) {
-  Fields f(json, where);
-  Stage s;
-  s.name = f.text("name");
-  const auto control = [](unsigned char ch) { return ch < 32 || ch >= 127; };
-  if (s.name.empty() || s.name == "kv" || s.name.find('.') != std::string::npos || std::ranges::any_of(s.name, control))
-    fail(where, ": a stage's name is printable ASCII, not empty, has no dot and is not \"kv\", found ", quote(s.name));
-  s.layers = f.integer("layers", 1, 4096);
-  s.loops = f.integer("loops", 1, 4096, 1);
-  s.attention = static_cast<Attention>(f.one_of("attention", attention_names));
+/// The fields of a stage, read or written: those that its attention has a use for.
+void stage_fields(Fields& f, Stage& s) {
+  f.text("name", s.name);
+  f.number("layers", s.layers, counts);
+  f.number("loops", s.loops, counts);
+  f.choice("attention", s.attention, attention_names);
   const bool shared = s.attention == Attention::shared;
-  if (s.attention == Attention::window) s.window = f.integer("window", 1, most);
-  else if (f.find("window")) fail(where, ": \"window\" belongs on a window stage only");
-  s.rope = f.flag("rope", !shared);
-  if (shared) s.refresh_kv = f.flag("refresh_kv", false);
-  else if (f.find("refresh_kv")) fail(where, ": \"refresh_kv\" belongs on a shared stage only");
-  f.done();
-  return s;
+  if (s.attention == Attention::window) f.number("window", s.window, sizes);
+  f.flag("rope", s.rope, /*otherwise=*/!shared);
+  if (shared) f.flag("refresh_kv", s.refresh_kv, /*otherwise=*/false);
 }
 
-/// The config of a checkpoint. Throws Error naming `where`, the key, what was expected and what was found.
-Config read_config(const Json& json, const std::string& where) {
-  Fields f(json, where + ": config");
-  Config c;
-  std::vector<std::string> labels{"custom"};
+/// The fields of a config.
+void config_fields(Fields& f, Config& c) {
+  Names labels{"custom"};
   for (const Arch& a : archs()) labels.push_back(a.name);
-  c.arch = labels[f.one_of("arch", labels)];
-  c.vocab_size = f.integer("vocab_size", 1, most);
-  c.dim = f.integer("dim", 1, most);
-  c.heads = f.integer("heads", 1, most);
-  c.kv_heads = f.integer("kv_heads", 1, most);
-  c.head_dim = f.integer("head_dim", 1, most);
-  c.norm_eps = f.number("norm_eps", 0, 1e-5);
-  c.rope_theta = f.number("rope_theta", std::numeric_limits<double>::min(), 10000);
-  c.rope_half = f.one_of("rope_pairing", {"interleaved", "half"}, "interleaved") == 1;
-  c.embed_scale = f.number("embed_scale", 0, 1);
-  c.tied_embeddings = f.flag("tied_embeddings", false);
-  f.one_of("tokenizer", {"bytes"}, "bytes");
-  if (const Json* moe = f.find("moe")) {
-    Fields m(*moe, f.where() + ": moe");
-    c.moe = Moe{m.integer("experts", 1, most), m.integer("active", 1, most), m.integer("dim", 1, most),
-        m.integer("shared_dim", 0, most, 0), m.flag("normalize", false)};
+  f.text("arch", c.arch, labels);
+  f.number("vocab_size", c.vocab_size, sizes);
+  f.number("dim", c.dim, sizes);
+  f.number("heads", c.heads, sizes);
+  f.number("kv_heads", c.kv_heads, sizes);
+  f.number("head_dim", c.head_dim, sizes);
+  if (c.moe || f.has("moe")) {
+    Moe& moe = c.moe ? *c.moe : c.moe.emplace();
+    Fields m = f.inside("moe");
+    m.number("experts", moe.experts, sizes);
+    m.number("active", moe.active, sizes);
+    m.number("dim", moe.dim, sizes);
+    m.number("shared_dim", moe.shared_dim, {0, sizes.high});
+    m.flag("normalize", moe.normalize, /*otherwise=*/false);
     m.done();
-    if (c.moe->active > c.moe->experts) fail(m.where(), ": ", c.moe->active, " active experts of ", c.moe->experts);
-    if (f.find("ffn_dim")) fail(f.where(), ": \"ffn_dim\" and \"moe\" exclude each other");
   } else {
-    c.ffn_dim = f.integer("ffn_dim", 1, most);
+    f.number("ffn_dim", c.ffn_dim, sizes);
   }
-  if (c.heads % c.kv_heads) fail(f.where(), ": heads ", c.heads, " is not a multiple of kv_heads ", c.kv_heads);
-  const Json& stages = f.need("stages");
-  if (!stages.is_array() || stages.empty()) fail(f.where(), ": \"stages\" must be a list of at least one stage");
-  std::set<std::string> names;
-  for (const Json& stage : stages) {
-    const std::string at = f.where() + ": stage " + std::to_string(c.stages.size());
-    const Stage s = read_stage(stage, at);
-    if (!names.insert(s.name).second) fail(at, ": two stages are named ", quote(s.name));
-    if (s.rope && c.head_dim % 2) fail(at, ": head_dim ", c.head_dim, " is odd, RoPE needs pairs");
-    if (c.has_shared()) fail(at, ": follows a shared stage; the one shared stage is the last");
-    c.stages.push_back(s);
-  }
+  std::string pairing = c.rope_half ? "half" : "interleaved";
+  f.number("norm_eps", c.norm_eps, {0, 1e38});  // these are float32 later
+  f.number("rope_theta", c.rope_theta, {above_0, 1e38});
+  f.text("rope_pairing", pairing, {"interleaved", "half"});
+  f.number("embed_scale", c.embed_scale, {0, 1e38});
+  f.flag("tied_embeddings", c.tied_embeddings, /*otherwise=*/false);
+  f.text("tokenizer", c.tokenizer, {"bytes"});
+  f.objects("stages", c.stages, stage_fields);
+  c.rope_half = pairing == "half";
+}
+
+/// The config of a checkpoint. Throws Error naming `path`, the key, what was expected and what was found.
+Config read_config(const Json& json, const std::string& path) {
+  const std::string where = path + ": config";
+  Config c;
+  c.arch = "";  // there is no default
+  Fields f(json, where);
+  config_fields(f, c);
+  if (c.moe && f.has("ffn_dim")) fail(where, ": \"ffn_dim\" and \"moe\" exclude each other");
   f.done();
-  if (const Arch* arch = find_arch(c.arch)) {  // a label promises its stages
-    const auto fits = [](const Arch::Part& p, const Stage& s) {
-      return p.attention == s.attention && p.refresh == s.refresh_kv && (p.looped || s.loops == 1);
-    };
-    if (!std::equal(arch->parts.begin(), arch->parts.end(), c.stages.begin(), c.stages.end(), fits))
-      fail(f.where(), ": \"arch\" says ", c.arch, ", the stages do not; \"custom\" fits any stages");
+  if (c.moe && c.moe->active > c.moe->experts)
+    fail(where, ": moe: ", c.moe->active, " active experts of ", c.moe->experts);
+  if (c.heads % c.kv_heads) fail(where, ": heads ", c.heads, " is not a multiple of kv_heads ", c.kv_heads);
+  std::set<std::string> names{"kv"};  // the global cache's prefix
+  for (const Stage& s : c.stages) {
+    const std::string at = where + ": stage " + quote(s.name);
+    const auto odd = [](unsigned char ch) { return ch < 32 || ch >= 127 || ch == '.'; };
+    if (s.name.empty() || std::ranges::any_of(s.name, odd))
+      fail(at, ": a stage's name is printable ASCII, not empty, and has no dot");
+    if (!names.insert(s.name).second) fail(at, ": another stage, or the global cache, has this name");
+    if (s.rope && c.head_dim % 2) fail(at, ": head_dim ", c.head_dim, " is odd, RoPE needs pairs");
+    if (s.attention == Attention::shared && &s != &c.stages.back()) fail(at, ": the one shared stage must be the last");
   }
+  const auto fits = [](const Arch::Part& p, const Stage& s) {
+    return p.attention == s.attention && p.refresh == s.refresh_kv && (p.looped || s.loops == 1);
+  };
+  const Arch* arch = find_arch(c.arch);  // a label promises its stages
+  if (arch && !std::equal(arch->parts.begin(), arch->parts.end(), c.stages.begin(), c.stages.end(), fits))
+    fail(where, ": \"arch\" says ", c.arch, ", the stages do not; \"custom\" fits any stages");
   return c;
 }
 
 /// The config as JSON, every key written out; what read_config() reads.
-Json config_json(const Config& c) {
+Json config_json(Config c) {
   Json j;
-  j["arch"] = c.arch, j["vocab_size"] = c.vocab_size, j["dim"] = c.dim;
-  j["heads"] = c.heads, j["kv_heads"] = c.kv_heads, j["head_dim"] = c.head_dim;
-  if (const auto& m = c.moe) {
-    Json& moe = j["moe"];
-    moe["experts"] = m->experts, moe["active"] = m->active, moe["dim"] = m->dim;
-    moe["shared_dim"] = m->shared_dim, moe["normalize"] = m->normalize;
-  } else {
-    j["ffn_dim"] = c.ffn_dim;
-  }
-  j["norm_eps"] = c.norm_eps, j["rope_theta"] = c.rope_theta, j["rope_pairing"] = c.rope_half ? "half" : "interleaved";
-  j["embed_scale"] = c.embed_scale, j["tied_embeddings"] = c.tied_embeddings, j["tokenizer"] = c.tokenizer;
-  for (const Stage& s : c.stages) {
-    Json g;
-    g["name"] = s.name, g["layers"] = s.layers, g["loops"] = s.loops;
-    g["attention"] = attention_names[static_cast<std::size_t>(s.attention)];
-    if (s.window) g["window"] = s.window;
-    g["rope"] = s.rope;
-    if (s.attention == Attention::shared) g["refresh_kv"] = s.refresh_kv;
-    j["stages"].push_back(g);
-  }
+  Fields f(j);
+  config_fields(f, c);
   return j;
 }
 
@@ -1402,8 +1418,8 @@ class MappedFile {
     if (fd < 0) fail(path, ": ", std::strerror(errno));
     struct stat info {};
     const bool regular = fstat(fd, &info) == 0 && S_ISREG(info.st_mode);
-    size_ = regular ? info.st_size : 0;
-    if (size_ > 0) p_ = ::mmap(nullptr, static_cast<std::size_t>(size_), PROT_READ, MAP_PRIVATE, fd, 0);
+    size_ = regular ? static_cast<std::size_t>(info.st_size) : 0;
+    if (size_ > 0) p_ = ::mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, fd, 0);
     const int error = errno;
     ::close(fd);
     if (!regular) fail(path, ": not a regular file");
@@ -1411,14 +1427,13 @@ class MappedFile {
   }
   MappedFile(const MappedFile&) = delete;
   ~MappedFile() {
-    if (p_) ::munmap(p_, static_cast<std::size_t>(size_));
+    if (p_) ::munmap(p_, size_);
   }
-  Index size() const { return size_; }
-  std::string_view text() const { return {static_cast<const char*>(p_), static_cast<std::size_t>(size_)}; }
+  std::string_view text() const { return {static_cast<const char*>(p_), size_}; }
 
  private:
   void* p_ = nullptr;
-  Index size_ = 0;
+  std::size_t size_ = 0;
 };
 
 /// A tensor as the file's header lists it; offsets count from the end of the header.
@@ -1439,12 +1454,6 @@ struct Model {
   std::vector<Slab> slabs;
 };
 
-std::string shape_text(const Shape& shape) {
-  std::string s;
-  for (const Index d : shape) s += (s.empty() ? "[" : ",") + std::to_string(d);
-  return s + "]";
-}
-
 /// A stored matrix: the leading dimensions are rows; [D] is one row.
 Tensor as_matrix(const void* data, Dtype dtype, const Shape& shape) {
   const Index rows = std::accumulate(shape.begin(), shape.end() - 1, Index{1}, std::multiplies<>());
@@ -1458,97 +1467,78 @@ Weights empty_weights(const Config& c) {
   return w;
 }
 
-/// One entry of a header, checked in itself: dtype, shape and offsets agree and lie in `data` bytes.
+/// The header's entry of a tensor that the config asks for: dtype, shape and offsets agree, and lie in the `data` bytes
+/// behind the header. Throws Error naming the tensor, expected and found.
 StoredTensor read_tensor(
-    const std::string& name, const Json& entry, const std::string& path, Index header, Index data) {
-  Fields f(entry, path + ": tensor " + quote(name));
-  StoredTensor t{name, static_cast<Dtype>(f.one_of("dtype", dtype_names)), {}, 0, 0};
-  const Json &shape = f.need("shape"), &offsets = f.need("data_offsets");
+    const Json& entry, const std::string& name, const Shape& shape, Index data, const std::string& where) {
+  Fields f(entry, where);
+  StoredTensor t{name, Dtype::f32, shape, 0, 0};
+  f.choice("dtype", t.dtype, dtype_names);
+  const Json found = f.take("shape"), offsets = f.take("data_offsets");
   f.done();
-  const auto within = [](const Json& v, Index low, Index high) {
-    return v.is_number_integer() && v.get<__int128>() >= low && v.get<__int128>() <= high;
-  };
-  if (!shape.is_array() || shape.empty() || shape.size() > 3) fail(f.where(), ": \"shape\" must list 1 to 3 sizes");
+  if (found != Json(shape)) fail(where, ": expected shape ", dump(shape), ", found ", quote(found));
   Index bytes = size_of(t.dtype);
-  for (const Json& d : shape) {
-    if (!within(d, 1, std::numeric_limits<Index>::max()))
-      fail(f.where(), ": \"shape\" must hold integers of at least 1, found ", quote(d));
-    t.shape.push_back(d.get<Index>());
-    if (__builtin_mul_overflow(bytes, t.shape.back(), &bytes) || bytes > data)
-      fail(f.where(), ": shape ", shape_text(t.shape), " takes more than the file's ", data, " bytes of data");
-  }
-  if (!offsets.is_array() || offsets.size() != 2 || !within(offsets[0], 0, data) || !within(offsets[1], 0, data))
-    fail(f.where(), ": \"data_offsets\" must be two integers from 0 to the file's ", data, ", found ", quote(offsets));
-  t.begin = offsets[0].get<Index>(), t.end = offsets[1].get<Index>();
+  for (const Index d : shape)
+    if (__builtin_mul_overflow(bytes, d, &bytes) || bytes > data)
+      fail(where, ": shape ", dump(shape), " takes more than the file's ", data, " bytes of data");
+  const auto offset = [&](const Json& v) { return v.is_number_integer() && v >= 0 && v <= data; };
+  if (!offsets.is_array() || offsets.size() != 2 || !offset(offsets[0]) || !offset(offsets[1]))
+    fail(where, ": \"data_offsets\" must be two integers from 0 to the file's ", data, ", found ", quote(offsets));
+  offsets[0].get_to(t.begin), offsets[1].get_to(t.end);
   if (t.end - t.begin != bytes)
-    fail(f.where(), ": shape ", shape_text(t.shape), " ", dtype_names[static_cast<std::size_t>(t.dtype)], " takes ",
-        bytes, " bytes, data_offsets [", t.begin, ",", t.end, "] give ", t.end - t.begin);
-  if ((header + t.begin) % size_of(t.dtype))
-    fail(f.where(), ": its data is not aligned to ", size_of(t.dtype), " bytes");
+    fail(where, ": shape ", dump(shape), " ", name_of(t.dtype), " takes ", bytes, " bytes, data_offsets ",
+        dump(offsets), " give ", t.end - t.begin);
   return t;
 }
 
-/// Reads the header and checks it against the file: the tensors cover the data without gap or overlap. Returns them in
-/// file order, and the config as JSON. Throws Error naming file, tensor, expected and found.
-std::vector<StoredTensor> read_header(const MappedFile& file, const std::string& path, Json& config) {
+/// Opens a checkpoint. The weights are views of the mapped file. Throws Error, one line naming file, tensor, expected
+/// and found, for anything that is not exactly a model: its tensors cover the data without gap or overlap.
+Model load_model(const std::string& path) {
+  Model m;
+  m.file = std::make_unique<MappedFile>(path);
+  const std::string_view file = m.file->text();
   std::uint64_t length = 0;
+  constexpr std::size_t limit = 100'000'000;
   if (file.size() < 8) fail(path, ": a safetensors file has at least 8 bytes, found ", file.size());
-  std::memcpy(&length, file.text().data(), 8);
-  const Index behind = file.size() - 8, limit = 100'000'000;
-  if (length > static_cast<std::uint64_t>(std::min(behind, limit)))
-    fail(path, ": the header claims ", length, " bytes; ", behind, " follow in the file, ", limit, " are the limit");
-  const Json header = parse_json(file.text().substr(8, length), path + ": header");
+  std::memcpy(&length, file.data(), 8);
+  if (length > std::min(file.size() - 8, limit))
+    fail(path, ": the header claims ", length, " bytes; ", file.size() - 8, " follow in the file, ", limit,
+        " are the limit");
+  const Json header = parse_json(file.substr(8, length), path + ": header");
+  const std::string_view numbers = file.substr(8 + length);
   if (!header.is_object()) fail(path, ": header: expected an object, found ", header.type_name());
-  const auto meta = header.find("__metadata__");
-  if (meta == header.end() || !meta->is_object() || !meta->contains("yocou") || !meta->at("yocou").is_string())
+  auto stored = header.get<std::map<std::string, Json>>();
+  const Json meta = stored["__metadata__"];
+  stored.erase("__metadata__");
+  if (!meta.is_object() || !meta.contains("yocou") || !meta["yocou"].is_string())
     fail(path, ": no __metadata__ with a string \"yocou\", the config; not a yocou checkpoint");
-  config = parse_json(meta->at("yocou").get_ref<const std::string&>(), path + ": config");
-  const Index start = 8 + static_cast<Index>(length), data = file.size() - start;
-  std::vector<StoredTensor> tensors;
-  for (const auto& [name, entry] : header.items())
-    if (name != "__metadata__") tensors.push_back(read_tensor(name, entry, path, start, data));
-  std::sort(tensors.begin(), tensors.end(), [](const auto& a, const auto& b) { return a.begin < b.begin; });
+  m.config = read_config(parse_json(meta["yocou"].get<std::string>(), path + ": config"), path);
+  Index layers = 0;
+  for (const Stage& s : m.config.stages) layers += s.layers;
+  if (layers > std::ssize(stored))
+    fail(path, ": the config has ", layers, " layers, the file only ", stored.size(), " tensors");
+  m.weights = empty_weights(m.config);
+  for_each_tensor(m.config, m.weights, [&](const std::string& name, const Shape& shape, Tensor& t) {
+    const std::string where = path + ": tensor " + quote(name);
+    const auto node = stored.extract(name);
+    if (!node) fail(where, ": expected shape ", dump(shape), ", found none in the file");
+    const StoredTensor& s = m.tensors.emplace_back(read_tensor(node.mapped(), name, shape, std::ssize(numbers), where));
+    t = as_matrix(numbers.data() + s.begin, s.dtype, shape);
+    if ((8 + length + s.begin) % size_of(s.dtype))
+      fail(where, ": its data is not aligned to ", size_of(s.dtype), " bytes");
+  });
+  if (!stored.empty())
+    fail(path, ": tensor ", quote(stored.begin()->first), " is not in the config",
+        stored.begin()->first == "head" ? ": tied_embeddings makes embed the head" : "");
+  std::ranges::sort(m.tensors, {}, &StoredTensor::begin);
   Index at = 0;
-  for (const StoredTensor& t : tensors) {
+  for (const StoredTensor& t : m.tensors) {
     if (t.begin != at)
       fail(path, ": tensor ", quote(t.name), ": data begins at ", t.begin, ", expected ", at,
           t.begin < at ? ", overlap" : ", gap");
     at = t.end;
   }
-  if (at != data)
-    fail(path, ": the tensors end at ", at, ", the data at ", data, ": truncated, or with bytes left over");
-  return tensors;
-}
-
-/// Opens a checkpoint. The weights are views of the mapped file. Throws Error, one line, for anything that is not
-/// exactly a model.
-Model load_model(const std::string& path) {
-  Model m;
-  m.file = std::make_unique<MappedFile>(path);
-  Json config;
-  m.tensors = read_header(*m.file, path, config);
-  m.config = read_config(config, path);
-  Index layers = 0;
-  for (const Stage& s : m.config.stages) layers += s.layers;
-  if (layers > std::ssize(m.tensors))
-    fail(path, ": the config has ", layers, " layers, the file only ", m.tensors.size(), " tensors");
-  m.weights = empty_weights(m.config);
-  std::map<std::string, const StoredTensor*> stored;
-  for (const StoredTensor& t : m.tensors) stored[t.name] = &t;
-  const char* data = m.file->text().data() + m.file->size() - (m.tensors.empty() ? 0 : m.tensors.back().end);
-  for_each_tensor(m.config, m.weights, [&](const std::string& name, const Shape& shape, Tensor& t) {
-    const auto it = stored.find(name);
-    const std::string found = it == stored.end() ? "none in the file" : shape_text(it->second->shape);
-    if (it == stored.end() || it->second->shape != shape)
-      fail(path, ": tensor ", quote(name), ": expected shape ", shape_text(shape), ", found ", found);
-    t = as_matrix(data + it->second->begin, it->second->dtype, shape);
-    stored.erase(it);
-  });
-  if (!stored.empty()) {
-    const std::string& name = stored.begin()->first;
-    fail(path, ": tensor ", quote(name), " is not in the config",
-        name == "head" ? ": tied_embeddings makes embed the head" : "");
-  }
+  if (at != std::ssize(numbers)) fail(path, ": the tensors end at ", at, ", the data at ", numbers.size());
   if (m.config.tied_embeddings) m.weights.head = m.weights.embed;
   return m;
 }
@@ -1576,17 +1566,16 @@ void random_numbers(
 class OutputFile {
  public:
   explicit OutputFile(const std::string& path) : path_(path), beside_(path + ".part" + std::to_string(getpid())) {
-    struct stat info {};
-    if (::stat(path.c_str(), &info) == 0 && !S_ISREG(info.st_mode)) fail(path, ": exists and is not a regular file");
-    out_ = std::fopen(beside_.c_str(), "wbx");
-    if (!out_) fail(path_, ": cannot be written: ", std::strerror(errno));
+    std::error_code none;
+    const auto there = std::filesystem::status(path, none);
+    if (exists(there) && !is_regular_file(there)) fail(path, ": exists and is not a regular file");
+    check(out_ = std::fopen(beside_.c_str(), "wbx"));
   }
   OutputFile(const OutputFile&) = delete;
   void write(const void* data, std::size_t bytes) { check(std::fwrite(data, 1, bytes, out_) == bytes); }
   void commit() {
     check(std::fflush(out_) == 0 && fsync(fileno(out_)) == 0);
-    check(std::fclose(std::exchange(out_, nullptr)) == 0);
-    check(std::rename(beside_.c_str(), path_.c_str()) == 0);
+    check(std::fclose(std::exchange(out_, nullptr)) == 0 && std::rename(beside_.c_str(), path_.c_str()) == 0);
   }
   ~OutputFile() {
     if (out_) std::fclose(out_);
@@ -1604,16 +1593,12 @@ class OutputFile {
 /// Writes a checkpoint of random weights, 1M numbers at a time.
 void write_random_checkpoint(const Config& c, Dtype dtype, std::uint64_t seed, const std::string& path) {
   Json header;
-  header["__metadata__"]["format"] = "pt";  // transformers' mark: loadable by PyTorch
-  header["__metadata__"]["yocou"] = config_json(c).dump();
+  header["__metadata__"] = {{"format", "pt"}, {"yocou", config_json(c).dump()}};  // pt: transformers' mark for PyTorch
   Weights w = empty_weights(c);
   Index at = 0;
   for_each_tensor(c, w, [&](const std::string& name, const Shape& shape, Tensor&) {
-    Json& entry = header[name];
-    entry["dtype"] = dtype_names[static_cast<std::size_t>(dtype)];
-    entry["shape"] = shape;
-    entry["data_offsets"] = {at, at + as_matrix(nullptr, dtype, shape).bytes()};
-    at = entry["data_offsets"][1].get<Index>();
+    const Index begin = std::exchange(at, at + as_matrix(nullptr, dtype, shape).bytes());
+    header[name] = {{"dtype", name_of(dtype)}, {"shape", shape}, {"data_offsets", {begin, at}}};
   });
   std::string text = header.dump();
   text.resize((text.size() + 7) / 8 * 8, ' ');
@@ -1644,24 +1629,17 @@ void write_random_checkpoint(const Config& c, Dtype dtype, std::uint64_t seed, c
 struct Exact {
   unsigned __int128 v = 0;
   Exact(Index n = 0) : v(static_cast<unsigned __int128>(n)) {}  // NOLINT: formulas read better with plain sizes in them
-  Exact operator+(const Exact& o) const {
-    return checked(o, [](auto a, auto b, auto* r) { return __builtin_add_overflow(a, b, r); });
+  friend Exact operator+(Exact a, const Exact& b) {
+    if (__builtin_add_overflow(a.v, b.v, &a.v)) fail("a cost exceeds 2^128");
+    return a;
   }
-  Exact operator*(const Exact& o) const {
-    return checked(o, [](auto a, auto b, auto* r) { return __builtin_mul_overflow(a, b, r); });
+  friend Exact operator*(Exact a, const Exact& b) {
+    if (__builtin_mul_overflow(a.v, b.v, &a.v)) fail("a cost exceeds 2^128");
+    return a;
   }
   Exact& operator+=(const Exact& o) { return *this = *this + o; }
-  friend Exact operator*(Index a, const Exact& b) { return Exact(a) * b; }
   auto operator<=>(const Exact&) const = default;
   explicit operator double() const { return static_cast<double>(v); }
-
- private:
-  template <class Op>
-  Exact checked(const Exact& o, Op op) const {
-    Exact r;
-    if (op(v, o.v, &r.v)) fail("a cost exceeds 2^128");
-    return r;
-  }
 };
 std::string to_string(Exact e) { return Json(e.v).dump(); }
 
@@ -1732,49 +1710,51 @@ Exact decode_flops(const Config& c, Index N) {
 }
 // [flops]
 
+// [decode-bytes]
+/// Elements of one layer of a stage, with so many of the E experts.
+Exact layer_params(const Config& c, const Stage& g, Index experts) {
+  const Exact D = c.dim, q = Exact(c.heads) * c.head_dim, kv = Exact(c.kv_heads) * c.head_dim;
+  const Exact own = g.attention == Attention::shared ? Exact(0) : 2 * kv * D;
+  const Exact ffn =
+      c.moe ? D * c.moe->experts + 3 * D * (Exact(experts) * c.moe->dim + c.moe->shared_dim) : 3 * D * c.ffn_dim;
+  return 2 * D + 2 * q * D + own + ffn;
+}
+/// Elements of kv_norm, kv.wk and kv.wv.
+Exact kv_params(const Config& c) { return Exact(c.dim) * (1 + 2 * Exact(c.kv_heads) * c.head_dim); }
+
+/// Bytes that a decode step of a batch after N tokens must read: each weight once per loop that uses it (of E experts
+/// at most min(E, batch x active)), the head, one embedding row a sequence, and every cached row that is seen; w bytes
+/// a weight, s bytes a cached number.
+Exact decode_bytes(const Config& c, Index N, Index batch, Index w, Index s) {
+  const Index experts = c.moe ? std::min(c.moe->experts, batch * c.moe->active) : 0;
+  Exact weights = Exact(c.dim) * (Exact(c.vocab_size) + 1 + batch), rows = 0;
+  for (const Stage& g : c.stages) {
+    const Exact passes = Exact(g.layers) * g.loops;
+    weights += passes * layer_params(c, g, experts);
+    if (g.attention == Attention::shared) weights += Exact(g.refresh_kv ? g.loops : 1) * kv_params(c);
+    rows += passes * (g.window ? std::min(N + 1, g.window) : N + 1);
+  }
+  return weights * w + Exact(batch) * rows * 2 * c.kv_heads * c.head_dim * s;
+}
+// [decode-bytes]
+
 /// Stored elements; loops count once.
 struct Params {
   Exact params;  ///< without embedding and head, norm gains included
   Exact active;  ///< the same with experts x active/experts
   Exact embed, head;
+
+  Exact all() const { return params + embed + head; }
 };
 Params count_params(const Config& c) {
-  const Exact D = c.dim, q = Exact(c.heads) * c.head_dim, kv = Exact(c.kv_heads) * c.head_dim;
-  Params p{D, D, D * c.vocab_size, c.tied_embeddings ? Exact(0) : D * c.vocab_size};
-  if (c.has_shared()) p.params += D + 2 * kv * D, p.active += D + 2 * kv * D;
+  const Exact once = c.dim + (c.has_shared() ? kv_params(c) : 0), embed = Exact(c.dim) * c.vocab_size;
+  Params p{once, once, embed, c.tied_embeddings ? 0 : embed};
   for (const Stage& g : c.stages) {
-    const Exact own = 2 * D + 2 * q * D + (g.attention == Attention::shared ? Exact(0) : 2 * kv * D);
-    const auto with_ffn = [&](Index experts) {
-      return own + (c.moe ? D * c.moe->experts + 3 * D * (Exact(experts) * c.moe->dim + c.moe->shared_dim)
-                          : 3 * D * c.ffn_dim);
-    };
-    p.params += g.layers * with_ffn(c.moe ? c.moe->experts : 0);
-    p.active += g.layers * with_ffn(c.moe ? c.moe->active : 0);
+    p.params += g.layers * layer_params(c, g, c.moe ? c.moe->experts : 0);
+    p.active += g.layers * layer_params(c, g, c.moe ? c.moe->active : 0);
   }
   return p;
 }
-
-// [decode-bytes]
-/// Bytes that a decode step of a batch after N tokens must read: each weight once per loop that uses it (of E experts
-/// at most min(E, batch x active)), the head, one embedding row a sequence, and every cached row that is seen; w bytes
-/// a weight, s bytes a cached number.
-Exact decode_bytes(const Config& c, Index N, Index batch, Index w, Index s) {
-  const Exact D = c.dim, q = Exact(c.heads) * c.head_dim, kv = Exact(c.kv_heads) * c.head_dim;
-  Exact weights = D * c.vocab_size + D + Exact(batch) * D, rows = 0;
-  for (const Stage& g : c.stages) {
-    const bool shared = g.attention == Attention::shared;
-    const Exact passes = Exact(g.layers) * g.loops;
-    const Exact ffn =
-        c.moe ? D * c.moe->experts +
-                    3 * D * (Exact(std::min(c.moe->experts, batch * c.moe->active)) * c.moe->dim + c.moe->shared_dim)
-              : 3 * D * c.ffn_dim;
-    weights += passes * (2 * D + 2 * q * D + ffn + (shared ? Exact(0) : 2 * kv * D));
-    if (shared) weights += Exact(g.refresh_kv ? g.loops : 1) * (D + 2 * kv * D);
-    rows += passes * (g.window ? std::min(N + 1, g.window) : N + 1);
-  }
-  return weights * w + Exact(batch) * rows * 2 * kv * s;
-}
-// [decode-bytes]
 
 /// The largest n in [0, limit] for which ok(n), where ok holds up to some n and not beyond.
 template <class Ok>
@@ -1790,33 +1770,35 @@ Index largest(Index limit, Ok&& ok) {
 using Clock = std::chrono::steady_clock;
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
-/// The number behind `key` in a /proc or cgroup file, or -1.
-Index number_in(const std::string& path, const std::string& key) {
+/// What follows `key` on the first line that begins with it, in a file of /proc or a control group; "" without one.
+std::string line_of(const std::string& path, const std::string& key) {
   std::ifstream in(path);
   for (std::string line; std::getline(in, line);)
-    if (line.starts_with(key)) {
-      Index v = -1;
-      return std::istringstream(line.substr(key.size())) >> v ? v : -1;
-    }
-  return -1;
+    if (line.starts_with(key)) return line.substr(key.size());
+  return "";
+}
+/// The same as a number, or `otherwise`.
+Index number_in(const std::string& path, const std::string& key, Index otherwise) {
+  Index v = 0;
+  return std::istringstream(line_of(path, key)) >> v ? v : otherwise;
 }
 
 /// Bytes that can still be allocated: the machine's, or the control group's if that is less, but for a twentieth that
 /// is left to everything else.
 Index available_memory() {
-  Index available = number_in("/proc/meminfo", "MemAvailable:") * 1024;
-  std::string group;
-  std::ifstream in("/proc/self/cgroup");
-  for (std::string line; std::getline(in, line);)
-    if (line.starts_with("0::")) group = line.substr(3);
-  for (std::filesystem::path p = group; p.has_relative_path(); p = p.parent_path()) {
-    const std::string at = "/sys/fs/cgroup" + p.string();
-    const Index limit = number_in(at + "/memory.max", ""), used = number_in(at + "/memory.current", "");
-    const Index cached = std::max<Index>(0, number_in(at + "/memory.stat", "inactive_file "));
-    if (limit >= 0 && used >= 0) available = std::min(available, std::max<Index>(0, limit - used + cached));
+  Index available = number_in("/proc/meminfo", "MemAvailable:", 0) * 1024;
+  std::filesystem::path group = line_of("/proc/self/cgroup", "0::");
+  for (; group.has_relative_path(); group = group.parent_path()) {
+    const std::string at = "/sys/fs/cgroup" + group.string();
+    const Index limit = number_in(at + "/memory.max", "", std::numeric_limits<Index>::max());
+    const Index used = number_in(at + "/memory.current", "", 0);
+    const Index cached = number_in(at + "/memory.stat", "inactive_file ", 0);
+    available = std::clamp<Index>(limit - used + std::min(used, cached), 0, available);
   }
   return available - available / 20;
 }
+/// Bytes of this process in RAM now.
+Index resident_memory() { return number_in("/proc/self/status", "VmRSS:", 0) * 1024; }
 
 /// Throws Error when `bytes` more will not fit; both figures are in the line.
 void require_memory(const Exact& bytes, const std::string& what) {
@@ -1827,17 +1809,15 @@ void require_memory(const Exact& bytes, const std::string& what) {
 
 /// About what an engine's buffers take for passes of n rows, logits included.
 Exact activation_bytes(const Config& c, Index n) {
-  Exact row = Exact(2) * c.dim + 2 * Exact(c.q_dim()) + 2 * Exact(c.kv_dim()) + c.head_dim + c.vocab_size;
-  if (const auto& m = c.moe)
-    row += Exact(m->experts) + Exact(m->active) * (Exact(c.dim) + 2 * Exact(m->dim)) + 2 * Exact(m->shared_dim);
-  else row += 2 * Exact(c.ffn_dim);
-  return row * n * 4;
+  const Moe m = c.moe.value_or(Moe{});
+  const Exact ffn = m.experts + Exact(m.active) * (c.dim + 2 * m.dim) + 2 * (m.shared_dim + c.ffn_dim);
+  return 4 * Exact(n) *
+         (2 * Exact(c.dim) + 2 * Exact(c.q_dim()) + 2 * Exact(c.kv_dim()) + c.head_dim + c.vocab_size + ffn);
 }
 
 /// A model of random weights in memory, for measuring.
 Model random_model(const Config& c, Dtype dtype, std::uint64_t seed) {
-  const Params p = count_params(c);
-  require_memory((p.params + p.embed + p.head) * size_of(dtype), "a model of random weights");
+  require_memory(count_params(c).all() * size_of(dtype), "a model of random weights");
   Model m;
   m.config = c;
   m.weights = empty_weights(c);
@@ -1846,94 +1826,76 @@ Model random_model(const Config& c, Dtype dtype, std::uint64_t seed) {
     stop_if_interrupted();
     t = as_matrix(nullptr, dtype, shape);
     const auto number = static_cast<std::uint64_t>(m.slabs.size());
-    m.slabs.emplace_back(*m.arena, t.bytes(), Use::weights);
-    t.data = m.slabs.back().data();
+    t.data = m.slabs.emplace_back(*m.arena, t.bytes(), Use::weights).data();
     random_numbers(seed, number, shape, dtype, 0, t.rows * t.cols, m.slabs.back().data());
   });
   if (c.tied_embeddings) m.weights.head = m.weights.embed;
   return m;
 }
 
-/// Bytes of this process in RAM now.
-Index resident_memory() { return number_in("/proc/self/status", "VmRSS:") * 1024; }
-
 /// A progress line on stderr, for work of more than a second: redrawn on a terminal, every ten seconds elsewhere.
 class Progress {
  public:
-  explicit Progress(const char* what) : what_(what) {}
-  void operator()(Index done, Index total) {
-    const double t = seconds_since(start_);
+  Progress(const char* what, Index total) : what_(what), total_(total) {}
+  void operator()(Index done) {
+    const double t = seconds_since(start_), percent = 100 * static_cast<double>(done) / static_cast<double>(total_);
     if (t < next_) return;
     next_ = t + (terminal_ ? 0.2 : 10);
-    const double percent = 100 * static_cast<double>(done) / static_cast<double>(total);
     std::fprintf(stderr, terminal_ ? "\r%s %3.0f%%, %.0f s\033[K" : "%s %.0f%%, %.0f s\n", what_, percent, t);
-    shown_ = true;
   }
   ~Progress() {
-    if (shown_ && terminal_) std::fputs("\r\033[K", stderr);
+    if (terminal_ && next_ > 1) std::fputs("\r\033[K", stderr);
   }
 
  private:
   const char* what_;
+  Index total_;
   Clock::time_point start_ = Clock::now();
-  bool terminal_ = isatty(STDERR_FILENO), shown_ = false;
-  double next_ = 1;
+  bool terminal_ = isatty(STDERR_FILENO);
+  double next_ = 1;  ///< seconds after which the line is drawn next
 };
 
-/// What this machine can do at the current thread count: the denominators of attainment.
+/// What this machine can do at the current thread count, the best of several repetitions in two ways: the denominators
+/// of attainment.
 struct Limits {
-  double gemm_gflops = 0;  ///< Eigen's SGEMM on 512 x 2048 x 2048, the best of several
-  double read_gbs = 0;     ///< reading 256 MiB, the best of several loops and repetitions
+  double gemm_gflops = 0;  ///< Eigen's SGEMM on 512 x 2048 x 2048: its own split, or a slice of columns a thread
+  double read_gbs = 0;     ///< reading 256 MiB: one stream a thread, or four side by side
 };
 
 Limits measure_limits() {
   using Matrix = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
   const Index n = 512, K = 2048, count = Index{64} << 20, piece = 1 << 16;
   const Matrix x = Matrix::Random(n, K), w = Matrix::Random(K, K);
+  const std::vector<float> data(static_cast<std::size_t>(count), 1.f);
   Matrix y(n, K);
   Limits best;
   const auto fastest = [](double& best, double work, auto&& f) {
     const auto start = Clock::now();
     f();
-    best = std::max(best, work / seconds_since(start));
+    best = std::max(best, 1e-9 * work / seconds_since(start));
   };
-  for (int i = 0; i < 8; ++i) {
-    fastest(best.gemm_gflops, 2e-9 * n * K * K, [&] { y.noalias() = x * w.transpose(); });
-    fastest(
-        best.gemm_gflops, 2e-9 * n * K * K, [&] {  // a slice of columns a thread: sometimes better than its own split
+  for (int i = 0; i < 16; ++i) {
+    fastest(best.gemm_gflops, 2. * n * K * K, [&] {
+      if (i % 2) return void(y.noalias() = x * w.transpose());
 #pragma omp parallel for schedule(static)
-          for (Index c = 0; c < K; c += 128) y.middleCols(c, 128).noalias() = x * w.middleRows(c, 128).transpose();
-        });
-  }
-  const std::vector<float> data(static_cast<std::size_t>(count), 1.f);
-  double sink = 0;
-  for (int i = 0; i < 12; ++i)
-    fastest(
-        best.read_gbs, 4e-9 * static_cast<double>(count), [&, streams = i % 2 ? 4 : 1] {  // streams read side by side
-          double total = 0;
+      for (Index c = 0; c < K; c += 128) y.middleCols(c, 128).noalias() = x * w.middleRows(c, 128).transpose();
+    });
+    double sum = 0;
+    fastest(best.read_gbs, 4. * count, [&] {
+      double total = 0;
 #pragma omp parallel for schedule(static) reduction(+ : total)
-          for (Index at = 0; at < count; at += piece) {
-            __m256 sum[4] = {};
-            const Index apart = piece / streams, step = 32 / streams;
-            for (Index k = 0; k < apart; k += step)
-              for (int s = 0; s < 4; ++s)
-                sum[s] = _mm256_add_ps(
-                    sum[s], load8(&data[static_cast<std::size_t>(at + (streams == 4 ? s * apart + k : k + 8 * s))]));
-            total += _mm_cvtss_f32(reduce4(sum));
-          }
-          sink += total;
-        });
-  if (!(sink > 0)) fail("the bandwidth measurement read wrong values");
+      for (Index at = 0; at < count; at += piece) {
+        const Eigen::Map<const Eigen::ArrayXXf> part(&data[static_cast<std::size_t>(at)], piece / 4, 4);
+        total += i % 2 ? part.sum() : (part.col(0) + part.col(1) + part.col(2) + part.col(3)).sum();
+      }
+      sum = total;
+    });
+    if (sum != count) fail("the bandwidth measurement read wrong values");
+  }
   return best;
 }
 
-std::string cpu_name() {
-  std::ifstream in("/proc/cpuinfo");
-  for (std::string line; std::getline(in, line);)
-    if (line.starts_with("model name")) return line.substr(line.find(": ") + 2);
-  return "unknown";
-}
-
+/// Compiler and CUDA of this build.
 std::string build_name() {
 #ifdef __clang__
   const std::string compiler = "clang " __clang_version__;
@@ -1950,14 +1912,16 @@ std::string build_name() {
 // =====================================================================================================================
 // 12. Commands
 
-/// Every option of every command; a command binds those it has.
+/// Every option of every command, with the defaults that they share; a command reads those it has.
 struct Options {
-  std::string model, prompt, prompt_file, file, tokens, tokens_file, shape, arch, out, memory, by;
-  std::string device = "cpu", kv_dtype, dtype = "bf16", loops_list, N_list;
-  Index n = 256, chunk = 0, threads = 0, prefill = 0, batch = 1, kv_bytes = 2, runs = 3, steps = 4, top_k = 0;
+  std::string model = {}, file = {}, prompt_file = {}, tokens_file = {}, by = {}, shape = {}, arch = {}, out = {};
+  std::optional<std::string> prompt = {}, tokens = {};
+  std::string device = "cpu", kv_dtype = {}, dtype = "bf16";
+  std::vector<Index> N = {}, loops_list = {0};
+  Index n = 256, loops = 0, layers = 0, window = 0, chunk = 0, threads = 0, prefill = 0, top_k = 0;
+  Index batch = 1, kv_bytes = 2, memory = 0, runs = 3, steps = 4;
   std::uint64_t seed = 0;
   double temperature = 0, top_p = 1;
-  ShapeOptions shape_options;
   bool json = false, csv = false, last = false, by_position = false, allocate_only = false;
 };
 
@@ -1968,14 +1932,23 @@ void put(std::string_view text) {
   fail("standard output: ", std::strerror(errno));
 }
 
-/// A value for people: integers in full, other numbers with four significant digits.
+/// A value for people, on one line: integers in full, other numbers with four significant digits.
 std::string cell(const Json& v) {
-  if (v.is_string()) return v.get<std::string>();
-  if (v.is_null()) return "-";
-  if (!v.is_number_float()) return dump(v);
   std::ostringstream s;
-  s << std::setprecision(4) << v.get<double>();
-  return s.str();
+  if (v.is_number_float()) s << std::setprecision(4) << v.get<double>();
+  else s << (v.is_string() ? v.get<std::string>() : v.is_null() ? "-" : dump(v));
+  std::string text = s.str();
+  std::ranges::replace_if(
+      text, [](unsigned char ch) { return ch < 32 || ch == 127; }, '?');
+  return text;
+}
+
+/// A value for programs, quoted where CSV asks for it (RFC 4180).
+std::string csv_cell(const Json& v) {
+  std::string s = v.is_string() ? v.get<std::string>() : v.is_null() ? "" : dump(v);
+  if (s.find_first_of(",\"\n") == std::string::npos) return s;
+  for (std::size_t q = 0; (q = s.find('"', q)) != std::string::npos; q += 2) s.insert(q, 1, '"');
+  return '"' + s + '"';
 }
 
 /// Prints rows of equal keys as JSON ({"rows":[...]} and `more`), CSV, or a table for people.
@@ -1985,61 +1958,32 @@ void put_rows(const std::vector<Json>& rows, const Options& o, Json more = Json:
     return put(dump(more) + "\n");
   }
   if (rows.empty()) return;
-  std::vector<std::vector<std::string>> lines(1);
+  std::vector<Names> lines(1 + rows.size());
   for (const auto& [key, value] : rows[0].items()) lines[0].push_back(key);
-  for (const Json& row : rows) {
-    lines.emplace_back();
-    for (const auto& [key, value] : row.items())
-      lines.back().push_back(o.csv && !value.is_string() ? (value.is_null() ? "" : dump(value)) : cell(value));
-  }
+  for (std::size_t r = 0; r < rows.size(); ++r)
+    for (const Json& value : rows[r]) lines[1 + r].push_back(o.csv ? csv_cell(value) : cell(value));
   std::vector<std::size_t> width(lines[0].size());
-  for (const auto& line : lines)
-    for (std::size_t i = 0; i < std::min(width.size(), line.size()); ++i) width[i] = std::max(width[i], line[i].size());
+  for (const Names& line : lines)
+    for (std::size_t i = 0; i < line.size(); ++i) width[i] = std::max(width[i], line[i].size());
   std::string text;
-  for (auto& line : lines) {
-    for (std::size_t i = 0; i < line.size(); ++i) {
-      std::string& s = line[i];
-      const auto control = [](unsigned char ch) { return ch < 32 || ch == 127; };
-      if (!o.csv) std::ranges::replace_if(s, control, '?');
-      if (o.csv && s.find_first_of(",\"\n") != std::string::npos) {  // RFC 4180
-        for (std::size_t q = 0; (q = s.find('"', q)) != std::string::npos; q += 2) s.insert(q, 1, '"');
-        s = '"' + s + '"';
-      }
-      const std::string pad(o.csv ? 0 : width[i] - s.size(), ' ');
-      text += (i == 0 ? "" : o.csv ? "," : "  ") + (i == 0 ? s + pad : pad + s);
-    }
-    text += "\n";
+  for (Names& line : lines) {
+    for (std::size_t i = 0; i < line.size() && !o.csv; ++i)  // the first column stands at the left
+      line[i].insert(i ? 0 : line[i].size(), width[i] - line[i].size(), ' ');
+    text += join(line, o.csv ? "," : "  ") + "\n";
   }
   put(text);
-}
-
-/// "1,2,3" as integers within [low, high]. Throws Usage naming the option.
-std::vector<Index> integers(const std::string& text, const char* option, Index low, Index high) {
-  std::vector<Index> out;
-  for (std::size_t at = 0; at <= text.size();) {
-    const std::size_t end = std::min(text.size(), text.find(',', at));
-    Index v = 0;
-    const auto [stop, error] = std::from_chars(text.data() + at, text.data() + end, v);
-    if (error != std::errc() || stop != text.data() + end || v < low || v > high)
-      throw Usage(std::string(option) + ": expected integers from " + std::to_string(low) + " to " +
-                  std::to_string(high) + ", separated by commas, found '" + text + "'");
-    out.push_back(v);
-    at = end + 1;
-  }
-  return out;
 }
 
 Dtype dtype_of(const std::string& name) {
   return name == "bf16" ? Dtype::bf16 : name == "f16" ? Dtype::f16 : Dtype::f32;
 }
-Dtype kv_dtype(const Options& o) {
-  return o.kv_dtype.empty() ? (o.device == "cuda" ? Dtype::bf16 : Dtype::f32) : dtype_of(o.kv_dtype);
-}
 
-/// An engine for `sequences` sequences of up to `tokens` positions each, after checking that they fit the machine.
-std::unique_ptr<Engine> make_engine(const Model& m, const Options& o, Index max_rows, Index tokens, Index sequences) {
+/// An engine for `sequences` sequences of up to `tokens` positions each, which begin as prompts of `prompt` tokens,
+/// after checking that they fit the machine.
+std::unique_ptr<Engine> make_engine(const Model& m, const Options& o, Index prompt, Index tokens, Index sequences = 1) {
   if (o.threads) omp_set_num_threads(static_cast<int>(o.threads));
-  const EngineOptions options{kv_dtype(o), max_rows, tokens * sequences, sequences};
+  const Index rows = std::max(std::min(o.chunk, prompt), sequences);
+  const EngineOptions options{dtype_of(o.kv_dtype), rows, tokens * sequences, sequences};
   if (o.device == "cuda") {
 #ifdef YOCOU_CUDA
     return make_cuda_engine(m.config, m.weights, options);
@@ -2048,126 +1992,106 @@ std::unique_ptr<Engine> make_engine(const Model& m, const Options& o, Index max_
 #endif
   }
   const Exact caches = Exact(sequences) * cache_bytes(m.config, tokens, size_of(options.kv_dtype));
-  require_memory(caches + activation_bytes(m.config, max_rows),
+  require_memory(caches + activation_bytes(m.config, rows),
       "a run of " + std::to_string(tokens) + " tokens x " + std::to_string(sequences));
   return std::make_unique<CpuEngine>(m.config, m.weights, options);
 }
 
-/// Bytes are tokens. `what` is named when they would not fit the machine.
-std::vector<int> bytes_to_tokens(std::string_view text, const std::string& what) {
-  if (text.size() > 1 << 20) require_memory(5 * Exact(std::ssize(text)), what);
-  std::vector<int> tokens(text.size());
-  std::transform(text.begin(), text.end(), tokens.begin(), [](char c) { return static_cast<unsigned char>(c); });
-  return tokens;
-}
-
-/// A model that text can be given to, with --loops T.
+/// The model of a command that reads text, with --loops T.
 Model load_text_model(const Options& o) {
   Model m = load_model(o.model);
   if (m.config.vocab_size < 256) fail(o.model, ": byte text needs vocab_size >= 256, found ", m.config.vocab_size);
-  set_loops(m.config, o.shape_options.loops);
+  set_loops(m.config, o.loops);
   return m;
 }
 
-/// The values of T to run a model at: those of --loops 1,2,3, or its own.
-std::vector<Index> loops_of(const Options& o) {
-  return o.loops_list.empty() ? std::vector<Index>{0} : integers(o.loops_list, "--loops", 1, 4096);
+/// What --NAME TEXT or --NAME-file FILE gives, one of the two; `file` keeps it.
+std::string_view text_or_file(const std::string& option, const std::optional<std::string>& text,
+    const std::string& path, std::optional<MappedFile>& file) {
+  if (text.has_value() == !path.empty()) throw Usage("give either " + option + " or " + option + "-file");
+  return text ? std::string_view(*text) : file.emplace(path).text();
 }
-Index current_loops(Config& c) { return looped_stage(c) ? looped_stage(c)->loops : 1; }
 
-/// Shows bytes on a terminal: whole characters as soon as they are complete, U+FFFD for what is not UTF-8.
+/// Bytes are tokens. Throws Error naming `what` when they are too few, or too many for the machine.
+std::vector<int> bytes_to_tokens(std::string_view text, const std::string& what, std::size_t least = 1) {
+  if (text.size() < least) fail(what, ": found ", text.size(), " bytes, the least is ", least);
+  if (text.size() > 1 << 20) require_memory(5 * Exact(std::ssize(text)), what);
+  const auto* bytes = reinterpret_cast<const unsigned char*>(text.data());
+  return {bytes, bytes + text.size()};
+}
+
+/// Bytes for a terminal: whole characters as soon as they are complete, U+FFFD for what is not UTF-8.
 class TerminalText {
  public:
   std::string operator()(char byte) {
+    std::string out = (byte & 0xc0) == 0x80 ? "" : rest();  // a byte that does not go on with a character ends it
     pending_ += byte;
-    std::string out;
-    while (!pending_.empty()) {
-      const auto lead = static_cast<unsigned char>(pending_[0]);
-      const std::size_t length = lead < 0x80   ? 1
-                                 : lead < 0xc2 ? 0
-                                 : lead < 0xe0 ? 2
-                                 : lead < 0xf0 ? 3
-                                 : lead < 0xf5 ? 4
-                                               : 0;
-      std::size_t good = std::min<std::size_t>(length, 1);  // bytes that begin a character
-      while (good && good < std::min(length, pending_.size()) && follows(lead, good, pending_[good])) ++good;
-      if (good && good < length && good == pending_.size()) break;  // incomplete so far
-      out += good && good == length ? pending_.substr(0, good) : "\uFFFD";
-      pending_.erase(0, std::max<std::size_t>(good, 1));
-    }
-    return out;
+    const auto lead = static_cast<unsigned char>(pending_[0]);
+    const std::size_t length = lead < 0xc0 ? 1 : lead < 0xe0 ? 2 : lead < 0xf0 ? 3 : 4;
+    return pending_.size() < length ? out : out + rest();
   }
-  std::string rest() const { return pending_.empty() ? "" : "\uFFFD"; }
+  std::string rest() { return valid(std::exchange(pending_, "")); }
 
  private:
-  /// Whether a byte may stand at place `at` behind `lead`: overlong forms, surrogates and > U+10FFFF may not.
-  static bool follows(unsigned char lead, std::size_t at, char ch) {
-    const auto byte = static_cast<unsigned char>(ch);
-    const int low = at > 1 ? 0x80 : lead == 0xe0 ? 0xa0 : lead == 0xf0 ? 0x90 : 0x80;
-    const int high = at > 1 ? 0xbf : lead == 0xed ? 0x9f : lead == 0xf4 ? 0x8f : 0xbf;
-    return byte >= low && byte <= high;
-  }
   std::string pending_;
 };
 
 /// `yocou generate`
-int generate(const Options& o) {
+void generate(const Options& o) {
+  std::optional<MappedFile> file;
+  const auto prompt = bytes_to_tokens(text_or_file("--prompt", o.prompt, o.prompt_file, file), "the prompt");
   const Model m = load_text_model(o);
-  const std::unique_ptr<MappedFile> file =
-      o.prompt_file.empty() ? nullptr : std::make_unique<MappedFile>(o.prompt_file);
-  const std::vector<int> prompt = bytes_to_tokens(file ? file->text() : std::string_view(o.prompt), "the prompt");
-  if (prompt.empty()) fail("the prompt is empty: there is nothing to continue");
   const Index N = std::ssize(prompt);
-  const auto engine = make_engine(m, o, std::min(o.chunk, N), N + o.n, 1);
+  const auto engine = make_engine(m, o, N, N + o.n);
   const int sequence = engine->open();
   std::vector<float> logits(static_cast<std::size_t>(m.config.vocab_size));
   Sampler sample{{o.temperature, o.top_k, o.top_p}, std::mt19937_64(o.seed)};
-  const bool terminal = isatty(STDOUT_FILENO);
+  const bool terminal = isatty(STDOUT_FILENO) && !o.json;
   TerminalText shown;
   std::string text;
   std::vector<int> tokens;
   Index prompted = 0, decoded = 0;
   double prompt_seconds = 0, decode_seconds = 0;
   try {
-    Progress progress("prompt");
+    Progress progress("prompt", N);
     auto start = Clock::now();
     prefill(*engine, sequence, prompt, o.chunk, logits.data(), [&](Index done) {
       prompted = done, prompt_seconds = seconds_since(start);
-      progress(done, N);
+      progress(done);
     });
     start = Clock::now();
     while (std::ssize(tokens) < o.n) {
       stop_if_interrupted();
+      int next = 0;
       if (tokens.empty()) {
-        tokens.push_back(sample(logits));
+        next = sample(logits);
       } else {
         const Segment step{sequence, {&tokens.back(), 1}, Logits::last};
         const double u = sample.temperature == 0 ? 0 : sample.uniform();
-        int next = 0;
         engine->forward_sample({&step, 1}, sample, {&u, 1}, &next);
-        tokens.push_back(next);
         ++decoded, decode_seconds = seconds_since(start);
       }
-      if (tokens.back() > 255) fail("the model wrote token ", tokens.back(), ", which is not a byte");
-      text += static_cast<char>(tokens.back());
+      if (next > 255) fail("the model wrote token ", next, ", which is not a byte");
+      tokens.push_back(next), text += static_cast<char>(next);
       if (!o.json) put(terminal ? shown(text.back()) : text.substr(text.size() - 1));
     }
-  } catch (const Interrupted&) {  // what was written and measured so far still counts
+  } catch (const Interrupted&) {     // what was written and measured so far still counts
+  } catch (const std::exception&) {  // its line is not to begin behind the text
+    if (terminal && !text.empty()) put(shown.rest() + "\n");
+    throw;
   }
+  if (terminal) put(shown.rest() + "\n");
   if (o.json)
     put(dump({{"text", text}, {"tokens", tokens}, {"seed", o.seed}, {"prompt_tokens", prompted},
             {"cache_bytes", engine->cache_bytes()}}) +
         "\n");
-  else if (terminal) put(shown.rest() + "\n");
-  std::ostringstream line;
-  const auto rate = [](Index count, double seconds) { return static_cast<double>(count) / std::max(seconds, 1e-9); };
-  line << std::setprecision(4) << "prompt " << prompted << " tokens, " << rate(prompted, prompt_seconds)
-       << " tok/s; decode " << decoded << " steps";
-  if (decoded) line << ", " << rate(decoded, decode_seconds) << " tok/s";
-  line << "; cache " << engine->cache_bytes() << " bytes; seed " << o.seed << "\n";
-  std::fputs(line.str().c_str(), stderr);
+  const auto rate = [](Index count, double seconds) {
+    return cell(static_cast<double>(count) / std::max(seconds, 1e-9)) + " tok/s";
+  };
+  const std::string decoding = decoded ? ", " + rate(decoded, decode_seconds) : "";
+  std::cerr << "prompt " << prompted << " tokens, " << rate(prompted, prompt_seconds) << "; decode " << decoded
+            << " steps" << decoding << "; cache " << engine->cache_bytes() << " bytes; seed " << o.seed << "\n";
   stop_if_interrupted();
-  return 0;
 }
 
 /// -log2 p(token) under a row of logits [V], in double.
@@ -2179,75 +2103,84 @@ double surprise(std::span<const float> logits, int token) {
 }
 
 /// `yocou score`: row t-1 predicts token t, so a file of N bytes gives N-1 predictions.
-int score(const Options& o) {
+void score(const Options& o) {
   Model m = load_text_model(o);
   const MappedFile file(o.file);
-  const std::vector<int> tokens = bytes_to_tokens(file.text(), o.file);
+  const std::vector<int> tokens = bytes_to_tokens(file.text(), o.file, 2);
   const Index N = std::ssize(tokens), V = m.config.vocab_size;
-  if (N < 2) fail(o.file, ": scoring needs at least 2 bytes, found ", N);
   std::vector<Json> rows, positions;
-  for (const Index T : loops_of(o)) {
-    set_loops(m.config, T);
-    const auto engine = make_engine(m, o, std::min(o.chunk, N), N, 1);
+  for (const Index given : o.loops_list) {
+    const Index T = set_loops(m.config, given);
+    const auto engine = make_engine(m, o, N, N);
     std::vector<double> bits(static_cast<std::size_t>(N - 1));
-    Progress progress("score");
+    Progress progress("score", N);
     forward_all(*engine, m.config, engine->open(), tokens, o.chunk, [&](Index first, Index n, const float* logits) {
       for (Index i = first; i < std::min(first + n, N - 1); ++i)
         bits[i] = surprise({logits + (i - first) * V, static_cast<std::size_t>(V)}, tokens[i + 1]);
-      progress(first + n, N);
+      progress(first + n);
     });
     const auto mean = [&](Index from, Index to) {
       return std::accumulate(bits.begin() + from, bits.begin() + to, 0.0) / static_cast<double>(to - from);
     };
-    const Index loops = current_loops(m.config);
     const double all = mean(0, N - 1);
-    rows.push_back({{"loops", loops}, {"predictions", N - 1}, {"bits_per_byte", all}, {"perplexity", std::exp2(all)}});
+    rows.push_back({{"loops", T}, {"predictions", N - 1}, {"bits_per_byte", all}, {"perplexity", std::exp2(all)}});
     for (Index from = 1; from < N; from *= 2) {  // by position of the byte predicted, in doubling ranges
       const Index to = std::min(2 * from, N);
-      positions.push_back(
-          {{"loops", loops}, {"from", from}, {"to", to - 1}, {"bits_per_byte", mean(from - 1, to - 1)}});
+      positions.push_back({{"loops", T}, {"from", from}, {"to", to - 1}, {"bits_per_byte", mean(from - 1, to - 1)}});
     }
   }
-  put_rows(rows, o, o.by_position ? Json{{"by_position", positions}} : Json::object());
-  if (o.by_position && !o.json) put("\n"), put_rows(positions, o);
-  return 0;
+  if (!o.by_position) return put_rows(rows, o);
+  if (!o.csv) put_rows(rows, o, {{"by_position", positions}});  // of two tables, CSV has the one that was asked for
+  if (!o.csv && !o.json) put("\n");
+  if (!o.json) put_rows(positions, o);
+}
+
+/// The number that a text is, decimal and nothing else, if it lies in the range.
+template <class T>
+std::optional<T> parse_number(std::string_view text, const Range<T>& range) {
+  T v{};
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), v);
+  const bool good = error == std::errc() && end == text.data() + text.size() && range.has(v);
+  return good ? std::optional(v) : std::nullopt;
+}
+
+/// Token ids below V, separated by commas or white space; `where` names them in messages.
+std::vector<int> read_tokens(std::string_view list, Index V, const std::string& where) {
+  require_memory(6 * Exact(std::ssize(list)), where);
+  std::string spaced(list);
+  std::ranges::replace(spaced, ',', ' ');
+  std::istringstream in(std::move(spaced));
+  std::vector<int> tokens;
+  for (std::string word; in >> word;) {
+    const auto token = parse_number(word, Range<int>{0, static_cast<int>(V - 1)});
+    if (!token) fail(where, ": expected token ids from 0 to ", V - 1, ", found ", quote(word));
+    tokens.push_back(*token);
+  }
+  if (tokens.empty()) fail(where, ": no tokens");
+  return tokens;
 }
 
 /// `yocou logits`
-int logits(const Options& o) {
+void logits(const Options& o) {
+  std::optional<MappedFile> file;
+  const std::string_view list = text_or_file("--tokens", o.tokens, o.tokens_file, file);
   Model m = load_model(o.model);
-  set_loops(m.config, o.shape_options.loops);
-  if (o.tokens.empty() == o.tokens_file.empty()) throw Usage("logits: give either --tokens or --tokens-file");
-  const std::unique_ptr<MappedFile> file =
-      o.tokens_file.empty() ? nullptr : std::make_unique<MappedFile>(o.tokens_file);
-  const std::string_view list = file ? file->text() : o.tokens;
-  const std::string where = file ? o.tokens_file : "--tokens", separators = ", \t\r\n\v\f";
-  require_memory(2 * Exact(std::ssize(list)), where);
-  std::vector<int> tokens;
-  for (std::size_t at = 0; (at = list.find_first_not_of(separators, at)) != std::string_view::npos;) {
-    const std::size_t end = std::min(list.size(), list.find_first_of(separators, at));
-    int token = -1;
-    const auto [stop, error] = std::from_chars(list.data() + at, list.data() + end, token);
-    if (error != std::errc() || stop != list.data() + end || token < 0 || token >= m.config.vocab_size)
-      fail(where, ": expected token ids from 0 to ", m.config.vocab_size - 1, ", found ",
-          quote(std::string(list.substr(at, end - at))));
-    tokens.push_back(token);
-    at = end;
-  }
-  const Index N = std::ssize(tokens), V = m.config.vocab_size, K = o.prefill ? o.prefill : N;
-  if (N == 0) fail(where, ": no tokens");
+  set_loops(m.config, o.loops);
+  const Index V = m.config.vocab_size;
+  const std::vector<int> tokens = read_tokens(list, V, file ? o.tokens_file : "--tokens");
+  const Index N = std::ssize(tokens), K = o.prefill ? o.prefill : N;
   if (K > N) throw Usage("--prefill: " + std::to_string(K) + " of " + std::to_string(N) + " tokens");
-  const auto engine = make_engine(m, o, std::min(o.chunk, K), N, 1);
+  const auto engine = make_engine(m, o, K, N);
   const int sequence = engine->open();
-  if (o.json) put("{\"tokens\":" + dump(tokens) + ",\"logits\":[");
-  bool first = true;
+  const char *open = "", *between = " ", *close = "\n";  // of a row
+  if (o.json) put("{\"tokens\":" + dump(tokens) + ",\"logits\":["), open = "[", between = ",", close = "]";
   const auto print = [&](Index, Index n, const float* rows) {
     std::ostringstream text;
     text << std::setprecision(9);
-    for (Index i = 0; i < n; ++i, first = false) {
-      text << (o.json ? (first ? "[" : ",[") : "");
-      for (Index v = 0; v < V; ++v) text << (v == 0 ? "" : o.json ? "," : " ") << rows[i * V + v];
-      text << (o.json ? "]" : "\n");
+    for (Index i = 0; i < n; ++i) {
+      for (Index v = 0; v < V; ++v) text << (v ? between : open) << rows[i * V + v];
+      text << close;
+      if (o.json) open = ",[";
     }
     put(text.str());
   };
@@ -2261,7 +2194,6 @@ int logits(const Options& o) {
   }
   if (o.last) print(N - 1, 1, row.data());
   if (o.json) put("]}\n");
-  return 0;
 }
 
 /// One line of a task file.
@@ -2282,9 +2214,11 @@ std::vector<Task> read_tasks(std::string_view text, const std::string& path, con
     if (line.find_first_not_of(" \t\r") == std::string_view::npos) continue;
     const Json json = parse_json(line, where);
     Fields f(json, where);
-    tasks.push_back({f.text("prompt"), f.text("answer"), by.empty() ? "null" : dump(f.need(by))});
-    if (tasks.back().prompt.empty() || tasks.back().answer.empty())
-      fail(where, ": \"prompt\" and \"answer\" must not be empty");
+    Task& t = tasks.emplace_back();
+    t.group = by.empty() ? "null" : dump(Fields(f).take(by));
+    f.text("prompt", t.prompt);
+    f.text("answer", t.answer);
+    if (t.prompt.empty() || t.answer.empty()) fail(where, ": \"prompt\" and \"answer\" must not be empty");
   }
   if (tasks.empty()) fail(path, ": no tasks");
   return tasks;
@@ -2295,172 +2229,145 @@ void answer_batch(Engine& engine, const Config& c, std::span<const Task> tasks, 
   const std::size_t V = static_cast<std::size_t>(c.vocab_size), count = tasks.size();
   std::vector<float> logits(count * V);
   std::vector<std::vector<int>> prompts;
-  std::vector<std::string> written(count);
-  std::vector<int> sequences;
   std::vector<Segment> pass;
-  for (const Task& t : tasks)
-    prompts.push_back(bytes_to_tokens(t.prompt, "a prompt")), sequences.push_back(engine.open());
-  for (std::size_t i = 0; i < count; ++i) pass.push_back({sequences[i], prompts[i], Logits::last});
-  if (count == 1) prefill(engine, sequences[0], prompts[0], chunk, logits.data());
+  for (const Task& t : tasks) {
+    prompts.push_back(bytes_to_tokens(t.prompt, "a prompt"));
+    pass.push_back({engine.open(), prompts.back(), Logits::last});
+  }
+  if (count == 1) prefill(engine, pass[0].sequence, prompts[0], chunk, logits.data());
   else engine.forward(pass, logits.data());
+  std::vector<std::string> written(count);
   std::vector<std::size_t> open(count);  // tasks whose answers are not complete; row i of the logits is task open[i]'s
   std::iota(open.begin(), open.end(), 0);
   while (!open.empty()) {
     std::vector<int> next, who;
-    std::vector<std::size_t> still;
-    for (std::size_t row = 0; row < open.size(); ++row) {
-      const std::size_t i = open[row];
-      const int token = greedy({logits.data() + row * V, V});
-      if (token < 256) written[i] += static_cast<char>(token);
-      if (token > 255 || written[i].size() == tasks[i].answer.size()) continue;
-      still.push_back(i), next.push_back(token), who.push_back(sequences[i]);
-    }
-    if (!still.empty()) decode(engine, who, next, logits.data());
-    open = still;
+    std::size_t row = 0;
+    std::erase_if(open, [&](std::size_t i) {
+      const int token = greedy({&logits[row++ * V], V});
+      if (token > 255) return true;
+      written[i] += static_cast<char>(token);
+      if (written[i].size() == tasks[i].answer.size()) return true;
+      next.push_back(token), who.push_back(pass[i].sequence);
+      return false;
+    });
+    if (!open.empty()) decode(engine, who, next, logits.data());
   }
-  for (std::size_t i = 0; i < count; ++i) right[i] = written[i] == tasks[i].answer, engine.close(sequences[i]);
+  for (std::size_t i = 0; i < count; ++i) right[i] = written[i] == tasks[i].answer, engine.close(pass[i].sequence);
 }
 
 /// `yocou eval`
-int eval(const Options& o) {
+void eval(const Options& o) {
   Model m = load_text_model(o);
   const MappedFile file(o.file);
   const std::vector<Task> tasks = read_tasks(file.text(), o.file, o.by);
   constexpr Index together = 64;  // tasks in a batch, if their prompts fit one chunk
-  Index longest = 0, sum = 0;
+  Index longest = 0, prompts = 0, correct = 0;
   for (const Task& t : tasks)
-    longest = std::max(longest, std::ssize(t.prompt) + std::ssize(t.answer)), sum += std::ssize(t.prompt);
+    longest = std::max(longest, std::ssize(t.prompt) + std::ssize(t.answer)), prompts += std::ssize(t.prompt);
   std::vector<Json> rows;
-  Index total = 0, correct = 0;
-  for (const Index T : loops_of(o)) {
-    set_loops(m.config, T);
-    const auto engine =
-        make_engine(m, o, std::max(std::min(o.chunk, sum), together), longest, std::min(together, std::ssize(tasks)));
+  for (const Index given : o.loops_list) {
+    const Index T = set_loops(m.config, given);
+    const auto engine = make_engine(m, o, prompts, longest, std::min(together, std::ssize(tasks)));
     std::vector<char> right(tasks.size());
-    Progress progress("eval");
-    for (std::size_t first = 0, last = 0; first < tasks.size(); first = last) {
-      for (Index rows = 0; last < tasks.size() && std::ssize(tasks) && last - first < together; ++last)
-        if ((rows += std::ssize(tasks[last].prompt)) > o.chunk && last > first) break;
-      answer_batch(*engine, m.config, std::span(tasks).subspan(first, last - first), o.chunk, right.data() + first);
-      progress(static_cast<Index>(last), std::ssize(tasks));
+    Progress progress("eval", std::ssize(tasks));
+    for (Index first = 0, last = 0; first < std::ssize(tasks); first = last) {
+      for (Index sum = 0; last < std::ssize(tasks) && last - first < together; ++last)
+        if ((sum += std::ssize(tasks[last].prompt)) > o.chunk && last > first) break;
+      answer_batch(*engine, m.config, std::span(tasks).subspan(first, last - first), o.chunk, &right[first]);
+      progress(last);
     }
-    std::vector<std::string> groups;  // in the order of the file
-    std::map<std::string, std::pair<Index, Index>> tally;
+    std::map<Json, std::pair<Index, Index>> tally;  // by group: tasks, and those answered right
     for (std::size_t i = 0; i < tasks.size(); ++i) {
-      if (!tally.count(tasks[i].group)) groups.push_back(tasks[i].group);
-      ++tally[tasks[i].group].first, tally[tasks[i].group].second += right[i];
+      auto& [count, good] = tally[Json::parse(tasks[i].group)];
+      ++count, good += right[i], correct += right[i];
     }
-    for (const std::string& g : groups) {
-      const auto [count, good] = tally[g];
-      rows.push_back({{"loops", current_loops(m.config)}, {"group", Json::parse(g)}, {"count", count},
-          {"correct", good}, {"accuracy", static_cast<double>(good) / static_cast<double>(count)}});
-      total += count, correct += good;
+    for (const auto& [group, counted] : tally) {
+      const auto [count, good] = counted;
+      rows.push_back({{"loops", T}, {"group", group}, {"count", count}, {"correct", good},
+          {"accuracy", static_cast<double>(good) / static_cast<double>(count)}});
     }
   }
+  const Index total = std::ssize(tasks) * std::ssize(o.loops_list);
   put_rows(rows, o, {{"accuracy", static_cast<double>(correct) / static_cast<double>(total)}, {"count", total}});
-  return 0;
 }
 
 /// `yocou trace`: what each application of a layer does to the state, means over the prompt's positions (Figure 8).
-int trace(const Options& o) {
+void trace(const Options& o) {
   const Model m = load_text_model(o);
   const Config& c = m.config;
-  const std::vector<int> prompt = bytes_to_tokens(o.prompt, "the prompt");
-  if (prompt.empty()) fail("the prompt is empty: there is nothing to trace");
+  const std::vector<int> prompt = bytes_to_tokens(*o.prompt, "the prompt");
   struct Sums {
     Index stage, loop, layer;
-    double norm, angle, loop_cosine;
-    std::vector<Index> load;
+    double norm = 0, angle = 0, loop_cosine = 0;
+    std::vector<Index> load = {};
   };
   std::vector<Sums> applications;
   std::vector<float> before, loop_before;  // the states after the application before, and after the loop before
   std::size_t next = 0;
   const Index D = c.dim, N = std::ssize(prompt);
-  const auto engine = make_engine(m, o, std::min(o.chunk, N), N, 1);
+  const auto engine = make_engine(m, o, N, N);
   const auto dot = [D](const float* a, const float* b) { return std::inner_product(a, a + D, b, 0.0); };
   const auto cosine = [&](const float* a, const float* b) {
     const double norms = std::sqrt(dot(a, a) * dot(b, b));
     return norms > 0 ? std::clamp(dot(a, b) / norms, -1.0, 1.0) : 1.0;
   };
-  const auto ends_later_loop = [&](const Sums& a) { return a.loop > 0 && a.layer + 1 == c.stages[a.stage].layers; };
+  const auto ends_loop = [&](const auto& a) { return a.stage >= 0 && a.layer + 1 == c.stages[a.stage].layers; };
   engine->on_layer = [&](const Application& a) {
-    if (a.stage < 0) next = 0;
-    if (next == applications.size())
-      applications.push_back({a.stage, a.loop, a.layer, 0, 0, 0, std::vector<Index>(a.expert_load.size())});
+    if (a.stage < 0) next = 0;  // a chunk begins
+    if (next == applications.size()) applications.push_back({a.stage, a.loop, a.layer});
     Sums& sums = applications[next++];
+    sums.load.resize(a.expert_load.size());
     std::ranges::transform(a.expert_load, sums.load, sums.load.begin(), std::plus<>());
     for (Index i = 0; i < std::ssize(a.x); i += D) {
       sums.norm += std::sqrt(dot(&a.x[i], &a.x[i]) / static_cast<double>(D));
       if (a.stage >= 0) sums.angle += std::acos(cosine(&a.x[i], &before[i])) / M_PI;
-      if (ends_later_loop(sums)) sums.loop_cosine += cosine(&a.x[i], &loop_before[i]);
+      if (a.loop > 0 && ends_loop(a)) sums.loop_cosine += cosine(&a.x[i], &loop_before[i]);
     }
     before.assign(a.x.begin(), a.x.end());
-    if (a.stage >= 0 && a.layer + 1 == c.stages[a.stage].layers) loop_before = before;
+    if (ends_loop(a)) loop_before = before;
   };
   forward_all(*engine, c, engine->open(), prompt, o.chunk, [](Index, Index, const float*) {});
   std::vector<Json> rows;
   for (const Sums& a : applications) {
     const auto mean = [N](double sum, bool there) { return there ? Json(sum / static_cast<double>(N)) : Json(); };
     Json load;  // share of the tokens' choices; one cell in a table
-    for (const Index l : a.load) load.push_back(static_cast<double>(l) / static_cast<double>(N * c.moe->active));
-    std::string loads;
-    for (const Json& l : load) loads += (loads.empty() ? "" : " ") + cell(std::round(l.get<double>() * 1000) / 1000);
-    rows.push_back({{"application", std::ssize(rows)}, {"stage", a.stage < 0 ? "embed" : c.stages[a.stage].name},
-        {"loop", a.loop}, {"layer", a.layer}, {"norm", mean(a.norm, true)},
-        {"angular_distance", mean(a.angle, a.stage >= 0)}, {"loop_cosine", mean(a.loop_cosine, ends_later_loop(a))},
-        {"router_load", o.json || load.is_null() ? load : Json(loads)}});
+    Names words;
+    for (const Index l : a.load) {
+      const double share = static_cast<double>(l) / static_cast<double>(N * c.moe->active);
+      load.push_back(share), words.push_back(cell(std::round(share * 1000) / 1000));
+    }
+    if (!o.json && !words.empty()) load = join(words, " ");
+    rows.push_back(
+        {{"application", std::ssize(rows)}, {"stage", a.stage < 0 ? "embed" : c.stages[a.stage].name}, {"loop", a.loop},
+            {"layer", a.layer}, {"norm", mean(a.norm, true)}, {"angular_distance", mean(a.angle, a.stage >= 0)},
+            {"loop_cosine", mean(a.loop_cosine, a.loop > 0 && ends_loop(a))}, {"router_load", load}});
   }
   put_rows(rows, o);
-  return 0;
 }
 
-/// What cost, verify and bench work on: a checkpoint, or a shape in one or several architectures.
-struct Subject {
-  Config config;
-  std::optional<Model> model;  ///< of the checkpoint; random weights are made when needed
-
-  const Model& get(const Options& o) {
-    if (!model) model = random_model(config, dtype_of(o.dtype), o.seed);
-    return *model;
-  }
-};
-
-std::vector<Subject> subjects(const Options& o, const std::string& shape, const std::string& default_archs) {
-  std::vector<Subject> out;
-  const ShapeOptions& s = o.shape_options;
+/// What cost, verify and bench work on: a checkpoint's config, or a shape in one or several architectures; without
+/// --arch in all that take the overrides.
+std::vector<Config> configs_of(const Options& o) {
   if (!o.model.empty()) {
-    if (!o.shape.empty() || !o.arch.empty() || s.layers || s.window)
-      throw Usage("give either a MODEL or --shape, --arch, --layers, --window");
-    Model m = load_model(o.model);
-    set_loops(m.config, s.loops);
-    const Config c = m.config;
-    out.push_back({c, std::move(m)});
-    return out;
+    Config c = load_model(o.model).config;
+    set_loops(c, o.loops);
+    return {c};
   }
-  std::istringstream names(o.arch.empty() ? default_archs : o.arch);
-  for (std::string name; std::getline(names, name, ',');) {
-    const Arch* a = find_arch(name);  // of the default ones, those that take the overrides
-    if (o.arch.empty() && ((s.loops && !a->takes_loops()) || (s.window && !a->takes_window()))) continue;
-    out.push_back({make_config(o.shape.empty() ? shape : o.shape, name, s), {}});
-  }
-  return out;
+  Names names;
+  for (const Arch& a : archs())
+    if (o.arch.empty() && (!o.loops || a.takes_loops()) && (!o.window || a.takes_window())) names.push_back(a.name);
+  std::istringstream given(o.arch);
+  for (std::string name; std::getline(given, name, ',');) names.push_back(name);
+  std::vector<Config> all;
+  for (const std::string& name : names) all.push_back(make_config(o.shape, name, {o.layers, o.window, o.loops}));
+  return all;
 }
 
-std::string all_archs() {
-  std::string names;
-  for (const Arch& a : archs()) names += (names.empty() ? "" : ",") + std::string(a.name);
-  return names;
-}
-
-/// "80GB", "24GiB", "512MB", or bytes. MB and GB are 2^20 and 2^30 bytes, as in the paper's tables.
-Index memory_size(const std::string& text) {
-  char* unit = nullptr;
-  const double number = std::strtod(text.c_str(), &unit);
-  const std::map<std::string, double> units{
-      {"", 1}, {"B", 1}, {"MB", 1 << 20}, {"MiB", 1 << 20}, {"GB", 1 << 30}, {"GiB", 1 << 30}};
-  const double bytes = units.count(unit) ? number * units.at(unit) : -1;
-  if (!(bytes >= 1 && bytes <= 0x1p60)) throw Usage("--memory: expected a size like 80GB, found '" + text + "'");
-  return static_cast<Index>(bytes);
+/// The weights for one of them: the checkpoint's, or random ones.
+Model model_of(const Config& c, const Options& o) {
+  Model m = o.model.empty() ? random_model(c, dtype_of(o.dtype), o.seed) : load_model(o.model);
+  m.config = c;
+  return m;
 }
 
 inline constexpr Index N_limit = Index{1} << 40;      ///< tokens that cost answers for
@@ -2475,58 +2382,54 @@ Json crossover(const Config& c, const Config& other) {
 // [crossover]
 
 /// `yocou cost`
-int cost(const Options& o) {
-  std::vector<Subject> all = subjects(o, "1.3b", all_archs());
+void cost(const Options& o) {
+  const Index s = o.kv_bytes, B = o.batch;
   std::optional<Config> yoco_u;  // the reference of the ratios, in the same shape
-  if (o.model.empty() && o.shape_options.layers % 2 == 0)
-    yoco_u = make_config(o.shape.empty() ? "1.3b" : o.shape, "yoco-u", o.shape_options);
-  const Index memory = o.memory.empty() ? 0 : memory_size(o.memory), s = o.kv_bytes, B = o.batch;
-  std::vector<Json> rows, table, orders;
-  for (const Subject& subject : all) {
-    const Config& c = subject.config;
+  if (o.model.empty() && o.layers % 2 == 0) yoco_u = make_config(o.shape, "yoco-u", {o.layers, o.window, o.loops});
+  std::vector<Json> rows, orders;
+  for (const Config& c : configs_of(o)) {
     const Params p = count_params(c);
     const Arch* arch = find_arch(c.arch);
     if (arch)
       orders.push_back({{"arch", arch->name}, {"KV cache", arch->kv_cache}, {"prefill", arch->prefill},
           {"decode, a step", arch->decode}});
-    for (const Index N : integers(o.N_list.empty() ? "16384,65536,262144" : o.N_list, "-N", 1, N_limit)) {
-      const Exact kv = Exact(B) * cache_bytes(c, N, s), prefill = Exact(B) * prefill_flops(c, N),
-                  step = Exact(B) * decode_flops(c, N);
-      const Exact read = decode_bytes(c, N, B, /*weight bytes=*/2, s);
+    for (const Index N : o.N) {
+      const Exact kv = B * cache_bytes(c, N, s), prefill = B * prefill_flops(c, N), step = B * decode_flops(c, N);
       Json row = {{"arch", c.arch}, {"N", N}, {"batch", B}, {"cache_bytes", kv.v}, {"prefill_flops", prefill.v},
           {"decode_flops", step.v}, {"params", p.params.v}, {"active_params", p.active.v}, {"embed_params", p.embed.v},
-          {"head_params", p.head.v}, {"decode_bytes", read.v}};
-      const auto in = [](const Exact& v, double unit) { return static_cast<double>(v) / unit; };
-      Json line = {{"arch", c.arch}, {"N", N}, {"params M", in(p.params, 1e6)}, {"active M", in(p.active, 1e6)},
-          {"KV MB", in(kv, 0x1p20)}, {"prefill TFLOP", in(prefill, 1e12)}, {"decode GFLOP", in(step, 1e9)},
-          {"decode GB", in(read, 1e9)}};
+          {"head_params", p.head.v}, {"decode_bytes", decode_bytes(c, N, B, /*weight bytes=*/2, s).v}};
       if (yoco_u) {
-        line["KV x"] = row["cache_ratio"] = in(kv, static_cast<double>(Exact(B) * cache_bytes(*yoco_u, N, s)));
-        line["prefill x"] = row["prefill_ratio"] =
-            in(prefill, static_cast<double>(Exact(B) * prefill_flops(*yoco_u, N)));
-        line["decode x"] = row["decode_ratio"] = in(step, static_cast<double>(Exact(B) * decode_flops(*yoco_u, N)));
-        line["yoco-u cheaper from"] = row["prefill_crossover_N"] = crossover(*yoco_u, c);
+        const auto ratio = [B](const Exact& a, const Exact& b) { return double(a) / double(B * b); };
+        row["cache_ratio"] = ratio(kv, cache_bytes(*yoco_u, N, s));
+        row["prefill_ratio"] = ratio(prefill, prefill_flops(*yoco_u, N));
+        row["decode_ratio"] = ratio(step, decode_flops(*yoco_u, N));
+        row["prefill_crossover_N"] = crossover(*yoco_u, c);
       }
-      if (memory) {  // weights in two bytes, and the caches
-        const Exact weights = 2 * (p.params + p.embed + p.head);
-        const auto fits = [&](Index batch, Index n) {
-          return weights + Exact(batch) * cache_bytes(c, n, s) <= Exact(memory);
-        };
-        line["max N"] = row["max_N"] = fits(B, 0) ? largest(N_limit, [&](Index n) { return fits(B, n); }) : 0;
-        line["max batch"] = row["max_batch"] =
-            fits(1, N) ? largest(batch_limit, [&](Index b) { return fits(b, N); }) : 0;
+      if (o.memory) {  // weights in two bytes, and the caches
+        const auto fits = [&](Index b, Index n) { return 2 * p.all() + b * cache_bytes(c, n, s) <= Exact(o.memory); };
+        row["max_N"] = largest(N_limit, [&](Index n) { return fits(B, n); });
+        row["max_batch"] = largest(batch_limit, [&](Index b) { return fits(b, N); });
       }
       if (arch)
         row["kv_big_o"] = arch->kv_cache, row["prefill_big_o"] = arch->prefill, row["decode_big_o"] = arch->decode;
-      rows.push_back(std::move(row)), table.push_back(std::move(line));
+      rows.push_back(std::move(row));
     }
   }
-  if (o.json || o.csv) return put_rows(rows, o), 0;
+  if (o.json || o.csv) return put_rows(rows, o);
+  using Column = std::tuple<const char*, const char*, double>;  // key, title, unit
+  static const std::vector<Column> columns{{"arch", "arch", 0}, {"N", "N", 0}, {"params", "params M", 1e6},
+      {"active_params", "active M", 1e6}, {"cache_bytes", "KV MB", 0x1p20}, {"prefill_flops", "prefill TFLOP", 1e12},
+      {"decode_flops", "decode GFLOP", 1e9}, {"decode_bytes", "decode GB", 1e9}, {"cache_ratio", "KV x", 0},
+      {"prefill_ratio", "prefill x", 0}, {"decode_ratio", "decode x", 0},
+      {"prefill_crossover_N", "yoco-u cheaper from", 0}, {"max_N", "max N", 0}, {"max_batch", "max batch", 0}};
+  std::vector<Json> table(rows.size());
+  for (std::size_t i = 0; i < rows.size(); ++i)
+    for (const auto& [key, title, unit] : columns)
+      if (rows[i].contains(key)) table[i][title] = unit ? Json(rows[i][key].get<double>() / unit) : rows[i][key];
   put_rows(table, o);
   put("\nKV MB = 2^20 bytes, " + std::to_string(s) + " a number; batch " + std::to_string(B) +
       "; x: relative to yoco-u\n\n");
   put_rows(orders, o);
-  return 0;
 }
 
 /// Tokens that mean nothing, for measuring.
@@ -2547,390 +2450,369 @@ Json check(const char* quantity, const Config& c, Index N, const Exact& formula,
 /// against the formulas.
 void verify_run(const Model& m, const Options& o, Index N, std::vector<Json>& rows) {
   const Config& c = m.config;
-  const Index B = o.batch, s = size_of(kv_dtype(o));
-  const auto engine = make_engine(m, o, std::max(std::min(o.chunk, N), B), N + o.steps, B);
+  const Index B = o.batch, s = size_of(dtype_of(o.kv_dtype));
+  const auto engine = make_engine(m, o, N, N + o.steps, B);
   const auto flops = [&] { return static_cast<Index>(engine->counters.flops); };
   const auto add = [&](const char* quantity, Index n, const Exact& formula, Index measured) {
-    rows.push_back(check(quantity, c, n, formula, measured));
+    rows.push_back(check(quantity, c, n, B * formula, measured));
   };
   std::vector<int> sequences;
   std::vector<float> logits(static_cast<std::size_t>(B * c.vocab_size));
   Exact cross = 0, global = 0, rings = 0;  // rows through the cross-decoder, rows of K^, V^ a token, bytes of the rings
   for (const Stage& g : c.stages) {
-    if (g.attention == Attention::window) rings += Exact(B) * g.layers * g.loops * g.window * 2 * c.kv_dim() * s;
+    if (g.attention == Attention::window) rings += Exact(g.layers) * g.loops * g.window * 2 * c.kv_dim() * s;
     if (g.attention != Attention::shared) continue;
-    cross = Exact(B) * (g.refresh_kv ? Exact(g.loops - 1) * N + 1 : Exact(g.loops));
-    global = Exact(B) * (g.refresh_kv ? g.loops : 1);
+    cross = g.refresh_kv ? Exact(g.loops - 1) * N + 1 : Exact(g.loops);
+    global = g.refresh_kv ? g.loops : 1;
   }
   for (Index b = 0; b < B; ++b) sequences.push_back(engine->open());
   add("ring_bytes", 0, rings, engine->cache_bytes());  // an empty sequence holds its rings, whole, and no block
   for (Index b = 0; b < B; ++b) prefill(*engine, sequences[b], random_tokens(c, N, b), o.chunk, logits.data());
-  add("cache_bytes_prefill", N, Exact(B) * cache_bytes(c, N, s), engine->cache_bytes());
-  add("prefill_flops", N, Exact(B) * prefill_flops(c, N), flops());
+  add("cache_bytes_prefill", N, cache_bytes(c, N, s), engine->cache_bytes());
+  add("prefill_flops", N, prefill_flops(c, N), flops());
   add("cross_positions", N, cross, static_cast<Index>(engine->counters.cross_positions));
   add("global_rows", N, global * N, engine->global_rows());
   for (Index k = 0; k < o.steps; ++k) {
     const Index before = flops();
     decode(*engine, sequences, random_tokens(c, B, k), logits.data());
-    add("decode_flops", N + k, Exact(B) * decode_flops(c, N + k), flops() - before);
+    add("decode_flops", N + k, decode_flops(c, N + k), flops() - before);
   }
-  add("cache_bytes_decode", N + o.steps, Exact(B) * cache_bytes(c, N + o.steps, s), engine->cache_bytes());
+  add("cache_bytes_decode", N + o.steps, cache_bytes(c, N + o.steps, s), engine->cache_bytes());
   add("global_rows", N + o.steps, global * (N + o.steps), engine->global_rows());
 }
 
 /// Allocates the caches of N tokens, touched, without weights or tokens. A cell that does not fit is a row that says so.
 Json verify_allocation(const Config& c, const Options& o, Index N) {
-  const Exact formula = Exact(o.batch) * cache_bytes(c, N, size_of(kv_dtype(o)));
+  const Dtype dtype = dtype_of(o.kv_dtype);
+  const Exact formula = o.batch * cache_bytes(c, N, size_of(dtype));
   malloc_trim(0);  // what earlier cells have freed goes back to the system, so that the growth is this cell's
   const Index available = available_memory(), before = resident_memory();
+  const bool fits = formula <= Exact(available);
   Arena arena;
   std::vector<Cache> caches;
-  if (formula <= Exact(available))
-    for (Index b = 0; b < o.batch; ++b)
-      for (const Plan::Entry& e : Plan(c).caches) caches.emplace_back(arena, c, kv_dtype(o), e.window).grow(N);
+  for (Index b = 0; fits && b < o.batch; ++b)
+    for (const Plan::Entry& e : Plan(c).caches) caches.emplace_back(arena, c, dtype, e.window).grow(N);
   Json row = check("cache_bytes_prefill", c, N, formula, arena.live(Use::cache));
-  row["note"] = "resident memory grew by " + std::to_string(resident_memory() - before);
-  if (formula > Exact(available)) {
-    row["measured"] = row["equal"] = nullptr;
-    row["note"] = "does not fit: " + std::to_string(available) + " bytes are available";
-  }
+  if (!fits) row["measured"] = row["equal"] = nullptr;
+  row["note"] = fits ? "resident memory grew by " + std::to_string(resident_memory() - before)
+                     : "does not fit: " + std::to_string(available) + " bytes are available";
   return row;
 }
 
 /// `yocou verify`
-int verify(const Options& o) {
-  const std::vector<Index> Ns = integers(o.N_list.empty() ? "1,63,64,65,255,256,257,300" : o.N_list, "-N", 1, N_limit);
-  std::vector<Subject> all = subjects(o, "tiny", all_archs());
+void verify(const Options& o) {
+  const std::vector<Config> configs = configs_of(o);
   std::vector<Json> rows;
-  Progress progress("verify");
+  Progress progress("verify", std::ssize(configs) * std::ssize(o.N));
   Index done = 0;
-  for (Subject& subject : all) {
-    const Config& c = subject.config;
+  for (const Config& c : configs) {
+    std::optional<Model> m;
     if (!o.allocate_only) {
+      m = model_of(c, o);
       Index stored = 0;
-      for_each_tensor(c, subject.get(o).weights, [&](const std::string& name, const Shape&, const Tensor& t) {
+      for_each_tensor(c, m->weights, [&](const std::string& name, const Shape&, const Tensor& t) {
         if (name != "embed" && name != "head") stored += t.rows * t.cols;
       });
       rows.push_back(check("params", c, 0, count_params(c).params, stored));
     }
-    for (const Index N : Ns) {
-      if (o.allocate_only) rows.push_back(verify_allocation(c, o, N));
-      else verify_run(subject.get(o), o, N, rows);
-      progress(++done, std::ssize(all) * std::ssize(Ns));
+    for (const Index N : o.N) {
+      if (m) verify_run(*m, o, N, rows);
+      else rows.push_back(verify_allocation(c, o, N));
+      progress(++done);
     }
-    if (o.model.empty()) subject.model.reset();
   }
-  const auto differs = [](const Json& row) { return row["equal"] == false; };
-  const auto unequal = std::ranges::count_if(rows, differs);
+  const auto having = [&](const Json& equal) {
+    return std::ranges::count_if(rows, [&](const Json& row) { return row["equal"] == equal; });
+  };
+  const auto unequal = having(false);
   put_rows(rows, o, {{"resident_bytes", resident_memory()}});
   if (!o.json && !o.csv)
     put("\n" + std::to_string(rows.size()) + " comparisons, " + std::to_string(unequal) + " differ, " +
-        std::to_string(std::ranges::count_if(rows, [](const Json& row) { return row["equal"].is_null(); })) +
-        " did not fit; the process holds " + std::to_string(resident_memory()) +
+        std::to_string(having(nullptr)) + " did not fit; the process holds " + std::to_string(resident_memory()) +
         " bytes in memory now: caches, weights and buffers, the program and its libraries, and freed memory\n");
-  if (unequal) {
-    const Json& row = *std::ranges::find_if(rows, differs);
-    fail("verify: ", unequal, " rows differ, the first ", cell(row["quantity"]), " of ", cell(row["arch"]),
-        " at N = ", cell(row["N"]), ": formula ", cell(row["formula"]), ", measured ", cell(row["measured"]));
-  }
-  return 0;
+  for (const Json& row : rows)
+    if (row["equal"] == false)
+      fail("verify: ", unequal, " rows differ, the first ", cell(row["quantity"]), " of ", cell(row["arch"]),
+          " at N = ", cell(row["N"]), ": formula ", cell(row["formula"]), ", measured ", cell(row["measured"]));
 }
 
-/// Seconds of several runs, their middle and how far they lie apart.
-struct Timing {
-  std::vector<double> seconds;
-  double median() const {
-    std::vector<double> v = seconds;
-    std::ranges::sort(v);
-    return (v[v.size() / 2] + v[(v.size() - 1) / 2]) / 2;
+/// The runs of one phase of a cell of `bench`: prefill, or decode.
+struct Phase {
+  const char* name;
+  Index tokens;  ///< of one run
+  std::vector<double> seconds = {};
+  Counters work = {};  ///< of the last run
+
+  template <class Run>
+  void time(const Engine& engine, Run&& run) {
+    const Counters before = engine.counters;
+    const auto start = Clock::now();
+    run();
+    seconds.push_back(seconds_since(start));
+    work = engine.counters - before;
   }
-  double spread() const { return (std::ranges::max(seconds) - std::ranges::min(seconds)) / median(); }
 };
 
 /// One cell of `bench`: `runs` times a prefill of the batch and decode steps, after which rows says how fast they were.
+/// Calls prefilled(tokens) behind every chunk.
 void bench_run(const Model& m, const Options& o, Index N, const Limits& limits, std::vector<Json>& rows,
-    const std::function<void(Index)>& progress) {
+    const std::function<void(Index)>& prefilled) {
   const Config& c = m.config;
   const Index B = o.batch;
-  const auto engine = make_engine(m, o, std::max(std::min(o.chunk, N), B), N + o.steps + 1, B);
+  const auto engine = make_engine(m, o, N, N + o.steps + 1, B);
   std::vector<float> logits(static_cast<std::size_t>(B * c.vocab_size));
   Index kv = 0;
-  const auto add = [&](const char* phase, const Timing& t, Index tokens, const Counters& count) {
-    if (t.seconds.empty()) return;
-    const double gflops = 1e-9 * static_cast<double>(count.flops) / t.median(),
-                 gbs = 1e-9 * static_cast<double>(count.bytes) / t.median();
-    const double of_gemm = gflops / limits.gemm_gflops, of_read = gbs / limits.read_gbs;
-    rows.push_back({{"arch", c.arch}, {"N", N}, {"batch", B}, {"phase", phase},
-        {"tok_s", static_cast<double>(tokens) / t.median()}, {"spread", t.spread()}, {"gflop_s", gflops}, {"gb_s", gbs},
-        {"attainment", std::max(of_gemm, of_read)}, {"of_gemm", of_gemm}, {"of_read", of_read}, {"kv_bytes", kv}});
-  };
-  Timing prefills, decodes;
-  Counters prefilled, decoded;
-  const auto run = [&] {
-    std::vector<int> sequences;
-    const Counters before = engine->counters;
-    auto start = Clock::now();
-    for (Index b = 0; b < B; ++b) {
-      sequences.push_back(engine->open());
-      prefill(*engine, sequences.back(), random_tokens(c, N, b), o.chunk, logits.data(),
-          [&](Index done) { progress((b * N + done) / B); });
-    }
-    prefills.seconds.push_back(seconds_since(start));
-    prefilled = engine->counters - before;
-    kv = engine->cache_bytes();
-    decode(*engine, sequences, random_tokens(c, B, 1), logits.data());  // warm
-    const Counters warm = engine->counters;
-    start = Clock::now();
-    for (Index k = 0; k < o.steps; ++k) decode(*engine, sequences, random_tokens(c, B, k), logits.data());
-    decodes.seconds.push_back(seconds_since(start));
-    decoded = engine->counters - warm;
-    for (const int sequence : sequences) engine->close(sequence);
-  };
+  Phase prefills{"prefill", B * N}, decodes{"decode", B * o.steps};
+  std::vector<int> sequences;
+  const auto step = [&](Index k) { decode(*engine, sequences, random_tokens(c, B, k), logits.data()); };
   try {
-    for (Index i = 0; i < o.runs; ++i) run();
+    for (Index i = 0; i < o.runs; ++i) {
+      prefills.time(*engine, [&] {
+        for (Index b = 0; b < B; ++b) {
+          sequences.push_back(engine->open());
+          prefill(*engine, sequences.back(), random_tokens(c, N, b), o.chunk, logits.data(),
+              [&, before = Index{0}](Index done) mutable { prefilled(done - std::exchange(before, done)); });
+        }
+      });
+      kv = engine->cache_bytes();
+      step(1);  // warm
+      decodes.time(*engine, [&] {
+        for (Index k = 0; k < o.steps; ++k) step(k);
+      });
+      for (const int sequence : sequences) engine->close(sequence);
+      sequences.clear();
+    }
   } catch (const Interrupted&) {  // the runs that ended still count
   }
-  add("prefill", prefills, B * N, prefilled);
-  add("decode", decodes, B * o.steps, decoded);
+  for (Phase* p : {&prefills, &decodes}) {
+    std::vector<double>& t = p->seconds;
+    if (t.empty()) continue;
+    std::ranges::sort(t);
+    const double median = (t[t.size() / 2] + t[(t.size() - 1) / 2]) / 2;
+    const double gflops = 1e-9 * static_cast<double>(p->work.flops) / median, of_gemm = gflops / limits.gemm_gflops;
+    const double gbs = 1e-9 * static_cast<double>(p->work.bytes) / median, of_read = gbs / limits.read_gbs;
+    rows.push_back({{"arch", c.arch}, {"N", N}, {"batch", B}, {"phase", p->name},
+        {"tok_s", static_cast<double>(p->tokens) / median}, {"spread", (t.back() - t.front()) / median},
+        {"gflop_s", gflops}, {"gb_s", gbs}, {"attainment", std::max(of_gemm, of_read)}, {"of_gemm", of_gemm},
+        {"of_read", of_read}, {"kv_bytes", kv}});
+  }
 }
 
 /// `yocou bench`
-int bench(const Options& o) {
-  const std::vector<Index> Ns = integers(o.N_list.empty() ? "1024,4096,16384" : o.N_list, "-N", 1, N_limit);
-  std::vector<Subject> all = subjects(o, "small", "yoco-u");
+void bench(const Options& o) {
+  const std::vector<Config> configs = configs_of(o);
   if (o.threads) omp_set_num_threads(static_cast<int>(o.threads));
   const Limits limits = measure_limits();
   std::vector<Json> rows;
-  Progress progress("bench");
-  const Index sum = std::accumulate(Ns.begin(), Ns.end(), Index{0}) * o.runs * std::ssize(all);
-  Index before = 0;  // tokens of the cells that are done
-  for (Subject& subject : all) {
-    for (const Index N : Ns) {
-      if (interrupted) break;
-      Index done = 0, run = 0;
-      bench_run(subject.get(o), o, N, limits, rows, [&](Index tokens) {
-        run += tokens < std::exchange(done, tokens);
-        progress(before + run * N + tokens, sum);
-      });
-      before += N * o.runs;
-    }
-    if (o.model.empty()) subject.model.reset();
+  const Index cells = std::accumulate(o.N.begin(), o.N.end(), Index{0}) * std::ssize(configs);
+  Progress progress("bench", cells * o.runs * o.batch);
+  Index done = 0;
+  for (const Config& c : configs) {
+    if (interrupted) break;
+    const Model m = model_of(c, o);
+    for (const Index N : o.N)
+      if (!interrupted) bench_run(m, o, N, limits, rows, [&](Index tokens) { progress(done += tokens); });
   }
-  const Json machine = {{"cpu", cpu_name()}, {"threads", omp_get_max_threads()}, {"build", build_name()},
-      {"version", version}, {"device", o.device}, {"weights", o.model.empty() ? o.dtype : "as stored"},
-      {"kv_dtype", kv_dtype(o) == Dtype::bf16 ? "bf16" : "f32"}, {"chunk", o.chunk},
+  const std::string cpu = line_of("/proc/cpuinfo", "model name\t: ");
+  const Json machine = {{"cpu", cpu.empty() ? "unknown" : cpu}, {"threads", omp_get_max_threads()},
+      {"build", build_name()}, {"version", version}, {"device", o.device},
+      {"weights", o.model.empty() ? o.dtype : "as stored"}, {"kv_dtype", o.kv_dtype}, {"chunk", o.chunk},
       {"gemm_gflop_s", limits.gemm_gflops}, {"read_gb_s", limits.read_gbs}};
   if (!o.json) put("# " + dump(machine) + "\n");
   put_rows(rows, o, {{"machine", machine}});
   stop_if_interrupted();
-  return 0;
 }
 
 /// `yocou init`
-int init(const Options& o) {
-  write_random_checkpoint(
-      make_config(o.shape, o.arch.empty() ? "yoco-u" : o.arch, o.shape_options), dtype_of(o.dtype), o.seed, o.out);
-  return 0;
+void init(const Options& o) {
+  const Config c = make_config(o.shape, o.arch, {o.layers, o.window, o.loops});
+  write_random_checkpoint(c, dtype_of(o.dtype), o.seed, o.out);
 }
 
 /// `yocou show`
-int show(const Options& o) {
+void show(const Options& o) {
   const Model m = load_model(o.model);
+  const Json config = config_json(m.config);
   std::vector<Json> tensors;
   for (const StoredTensor& t : m.tensors)
-    tensors.push_back({{"name", t.name}, {"dtype", dtype_names[static_cast<std::size_t>(t.dtype)]}, {"shape", t.shape},
-        {"bytes", t.end - t.begin}});
-  if (o.json) return put(dump({{"config", config_json(m.config)}, {"tensors", tensors}}) + "\n"), 0;
-  put(config_json(m.config).dump(2) + "\n\n");
+    tensors.push_back({{"name", t.name}, {"dtype", name_of(t.dtype)}, {"shape", t.shape}, {"bytes", t.end - t.begin}});
+  if (o.json) return put(dump({{"config", config}, {"tensors", tensors}}) + "\n");
+  put(config.dump(2) + "\n\n");
   put_rows(tensors, o);
   const Params p = count_params(m.config);
   put("\n" + std::to_string(tensors.size()) + " tensors, " + std::to_string(m.tensors.back().end) +
       " bytes; parameters " + to_string(p.params) + " (active " + to_string(p.active) + "), embedding " +
       to_string(p.embed) + ", head " + to_string(p.head) + "\n");
-  return 0;
 }
 
-/// Declares the command line: an option's name, help, default and check live here and nowhere else.
-void declare(CLI::App& app, Options& o, std::function<int()>& chosen) {
-  const auto whole = [](auto low, auto high) {  // decimal digits only: CLI11 alone would read 010 as 8 and cut off 2^64
-    return CLI::Validator(
-        [=](std::string& s) {
-          auto v = low;
-          const auto [end, error] = std::from_chars(s.data(), s.data() + s.size(), v);
-          const bool good = error == std::errc() && end == s.data() + s.size() && v >= low && v <= high;
-          s = good ? std::to_string(v) : s;
-          return good ? ""
-                      : "'" + s + "' is not an integer from " + std::to_string(low) + " to " + std::to_string(high);
-        },
-        "");
+/// A command: what it is called, says and does. Its options hold its own defaults until the command line is read.
+struct Command {
+  std::string name, help, example;
+  void (*run)(const Options&);
+  Options options = {};
+};
+
+std::vector<Command> all_commands() {
+  const std::string austen = "data/austen.safetensors ", cups = "data/cups.safetensors ";
+  return {
+      {"generate", "Continue a text, streaming it", austen + "-p \"It was\" -n 200 --temperature 0.8", generate},
+      {"score", "Bits per byte and perplexity", austen + "data/austen-heldout.txt --loops 1,2,3", score},
+      {"eval", "Accuracy of greedy completions", cups + "data/cups.jsonl --by moves --loops 1,3", eval},
+      {"logits", "Logits of given tokens, every position", austen + "--tokens 72,101,108 --json", logits},
+      {"trace", "What each layer application does to the state", austen + "-p \"It was a dark night\"", trace},
+      {"cost", "Parameters, cache bytes and FLOPs by formula", "--arch yoco-u,transformer -N 16384,262144", cost,
+          {.shape = "1.3b", .N = {16384, 65536, 262144}}},
+      {"verify", "Allocate and run, and compare with the formulas", "--shape tiny -N 1,64,257 --batch 2", verify,
+          {.shape = "tiny", .N = {1, 63, 64, 65, 255, 256, 257, 300}}},
+      {"bench", "Speed, beside the machine's measured limits", "--arch yoco-u,transformer -N 1024,4096", bench,
+          {.shape = "small", .arch = "yoco-u", .N = {1024, 4096, 16384}}},
+      {"init", "Write a checkpoint of random weights", "--shape tiny -o tiny.safetensors", init, {.arch = "yoco-u"}},
+      {"show", "Config, tensors, shapes, dtypes, sizes", austen, show},
   };
-  const auto number = [](const char* range, auto good) {
-    return CLI::Validator(
-        [=](std::string& s) {
-          char* end = nullptr;
-          const double v = std::strtod(s.c_str(), &end);
-          return !s.empty() && !*end && std::isfinite(v) && good(v) ? "" : "'" + s + "' is not a number " + range;
-        },
-        "");
+}
+
+/// "80GB", "24GiB", "512MB", or bytes, as bytes. MB and GB are 2^20 and 2^30 bytes, as in the paper's tables.
+std::string memory_size(std::string& text) {
+  static const std::map<std::string, double> units{
+      {"", 1}, {"B", 1}, {"MB", 0x1p20}, {"MiB", 0x1p20}, {"GB", 0x1p30}, {"GiB", 0x1p30}};
+  const std::size_t digits = text.find_last_of("0123456789") + 1;
+  const auto number = parse_number(std::string_view(text).substr(0, digits), Range<double>{0, 0x1p60});
+  const auto unit = units.find(text.substr(digits));
+  const double bytes = number && unit != units.end() ? *number * unit->second : 0;
+  if (!(bytes >= 1 && bytes <= 0x1p60)) return "expected a size like 80GB, found '" + text + "'";
+  text = std::to_string(static_cast<Index>(bytes));
+  return "";
+}
+
+/// Declares the command line: an option's name, range and help, and the commands that take it, live here alone.
+void declare(CLI::App& app, std::vector<Command>& commands) {
+  for (const Command& c : commands)
+    app.add_subcommand(c.name, c.help)->footer("Example: yocou " + c.name + " " + c.example);
+  const auto each = [&](const std::string& takers, auto&& use) {  // use(subcommand, options) for each that is named
+    for (Command& c : commands)
+      if (takers.find(c.name) != std::string::npos) use(*app.get_subcommand(c.name), c.options);
+  };
+  const auto require = [&](const std::string& takers, const char* name) {
+    each(takers, [&](CLI::App& c, Options&) { c.get_option(name)->required(); });
+  };
+  const auto flag = [&](const std::string& takers, const char* name, bool Options::*to, const char* help) {
+    each(takers, [&](CLI::App& c, Options& o) { c.add_flag(name, o.*to, help); });
+  };
+  const auto text = [&](const std::string& takers, const char* name, auto Options::*to, const std::string& help,
+                        const CLI::Validator& check = {}) {
+    each(
+        takers, [&](CLI::App& c, Options& o) { c.add_option(name, o.*to, help)->capture_default_str()->check(check); });
+  };
+  // One number, or several with commas where T is a list. CLI11 alone would read 010 as 8 and cut off 2^64.
+  const auto number = [&]<class T, class N>(const std::string& takers, const std::string& name, T Options::*to,
+                          const Range<N>& range, const char* help) {
+    constexpr bool list = !std::is_same_v<T, N>;
+    each(takers, [&](CLI::App& c, Options& o) {
+      const CLI::callback_t read = [=, &value = o.*to](const CLI::results_t& given) {
+        std::vector<N> all;
+        std::istringstream pieces(given[0] + ",");
+        for (std::string piece; std::getline(pieces, piece, ',');)
+          if (const auto v = parse_number(piece, range); v && (list || all.empty())) all.push_back(*v);
+          else
+            throw CLI::ValidationError(
+                name, "'" + given[0] + "' is not " + range.text() + (list ? ", or several: 1,2,3" : ""));
+        if constexpr (list) value = all;
+        else value = all[0];
+        return true;
+      };
+      std::string shown = dump(o.*to);
+      if (list) shown = shown.substr(1, shown.size() - 2);
+      auto* option = c.add_option(name, read, help)->type_name(std::is_integral_v<N> ? "INT" : "FLOAT");
+      if (shown != "0") option->default_str(shown);
+    });
   };
   const CLI::Validator filled([](std::string& s) { return std::string(s.empty() ? "must not be empty" : ""); }, "");
-  const auto any_seed = whole(std::uint64_t{0}, std::numeric_limits<std::uint64_t>::max());
-  const auto command = [&](const char* name, const char* help, const char* example, int (*run)(const Options&)) {
-    CLI::App* c = app.add_subcommand(name, help);
-    c->footer(std::string("Example: yocou ") + name + " " + example);
-    c->callback([&o, &chosen, run] { chosen = [&o, run] { return run(o); }; });
-    return c;
-  };
-  const auto model = [&](CLI::App* c, bool required) {
-    c->add_option("MODEL", o.model, "a checkpoint (.safetensors)")->required(required);
-  };
-  const auto loops = [&](CLI::App* c) {
-    c->add_option("--loops", o.shape_options.loops, "T of the looped stage")->transform(whole(Index{1}, Index{4096}));
-  };
-  const auto loops_list = [&](CLI::App* c) {
-    c->add_option("--loops", o.loops_list, "T of the looped stage, one or several: 1,2,3")->check(filled);
-  };
-  const auto shape = [&](CLI::App* c, const std::string& otherwise, const char* archs_help) {
-    c->add_option("--shape", o.shape, "1.3b, 10b-moe, small or tiny" + otherwise)
-        ->check(CLI::IsMember({"1.3b", "10b-moe", "small", "tiny"}));
-    c->add_option("--arch", o.arch, std::string(archs_help) + ": " + all_archs())->check(filled);
-    c->add_option("--layers", o.shape_options.layers, "L, in place of the shape's")
-        ->transform(whole(Index{1}, Index{4096}));
-    c->add_option("--window", o.shape_options.window, "W, in place of the shape's")->transform(whole(Index{1}, most));
-    loops(c);
-  };
-  const auto running = [&](CLI::App* c) {
-    c->add_option("--device", o.device, "cpu or cuda")->capture_default_str()->check(CLI::IsMember({"cpu", "cuda"}));
-    c->add_option("--chunk", o.chunk, "tokens a prefill pass (default 512, on cuda 8192)")
-        ->transform(whole(Index{1}, most));
-    c->add_option("--threads", o.threads, "0: as many as the machine has")
-        ->capture_default_str()
-        ->transform(whole(Index{0}, Index{1024}));
-    c->add_option("--kv-dtype", o.kv_dtype, "type of cached numbers, f32 or bf16 (default f32, on cuda bf16)")
-        ->check(CLI::IsMember({"f32", "bf16"}));
-  };
-  const auto json = [&](CLI::App* c) { return c->add_flag("--json", o.json, "JSON on stdout"); };
-  const auto rows = [&](CLI::App* c) { c->add_flag("--csv", o.csv, "CSV on stdout")->excludes(json(c)); };
-  const auto dtype = [&](CLI::App* c) {
-    c->add_option("--seed", o.seed, "of the random weights")->capture_default_str()->transform(any_seed);
-    c->add_option("--dtype", o.dtype, "of the random weights: f32, bf16 or f16")
-        ->capture_default_str()
-        ->check(CLI::IsMember({"f32", "bf16", "f16"}));
-  };
-  const auto sizes = [&](CLI::App* c, const std::string& Ns) {
-    c->add_option("-N", o.N_list, "tokens, one or several (default " + Ns + ")")->check(filled);
-    c->add_option("--batch", o.batch, "sequences")->capture_default_str()->transform(whole(Index{1}, batch_limit));
-  };
+  const CLI::IsMember shapes({"1.3b", "10b-moe", "small", "tiny"}), devices({"cpu", "cuda"});
+  const CLI::IsMember kv_dtypes({"f32", "bf16"}), dtypes({"f32", "bf16", "f16"});
+  const Range<Index> from_0{0, sizes.high}, Ns{1, N_limit}, batches{1, batch_limit}, many{1, 1'000'000};
+  const Range<double> temperatures{0, 1e38}, shares{above_0, 1};
+  const Range<std::uint64_t> seeds{0, std::numeric_limits<std::uint64_t>::max()};
+  const std::string running = "generate score eval logits trace verify bench", random = "verify bench init",
+                    shaped = "cost " + random, costed = "cost verify bench", rows = "score eval trace " + costed;
+  Names names;
+  for (const Arch& a : archs()) names.push_back(a.name);
 
-  auto* c = command("generate", "Continue a text, streaming it",
-      "data/austen.safetensors -p \"It was\" -n 200 --temperature 0.8", generate);
-  model(c, true), loops(c), running(c), json(c);
-  auto* prompt = c->add_option_group("prompt", "What to continue");
-  prompt->add_option("-p,--prompt", o.prompt, "a text");
-  prompt->add_option("--prompt-file", o.prompt_file, "a file, any bytes")->check(filled);
-  prompt->require_option(1);
-  c->add_option("-n,--tokens", o.n, "tokens to add")->capture_default_str()->transform(whole(Index{0}, most));
-  c->add_option("--temperature", o.temperature, "0: always the likeliest token")
-      ->capture_default_str()
-      ->check(number("of at least 0", [](double v) { return v >= 0; }));
-  c->add_option("--top-k", o.top_k, "draw from the k likeliest; 0: all")
-      ->capture_default_str()
-      ->transform(whole(Index{0}, most));
-  c->add_option("--top-p", o.top_p, "draw from the smallest set of this probability")
-      ->capture_default_str()
-      ->check(number("above 0, at most 1", [](double v) { return v > 0 && v <= 1; }));
-  c->add_option("--seed", o.seed, "of the sampler")->capture_default_str()->transform(any_seed);
+  text(rows + " generate logits show", "MODEL", &Options::model, "a checkpoint (.safetensors)");
+  text("score", "FILE", &Options::file, "text, any bytes");
+  text("eval", "TASKS", &Options::file, "JSON lines {\"prompt\",\"answer\", ...}");
+  text("eval", "--by", &Options::by, "field to group by", filled);
+  text("generate trace", "-p,--prompt", &Options::prompt, "a text");
+  text("generate", "--prompt-file", &Options::prompt_file, "a file, any bytes, in place of a text");
+  number("generate", "-n,--tokens", &Options::n, from_0, "tokens to add");
+  number("generate", "--temperature", &Options::temperature, temperatures, "0, the default: the likeliest token");
+  number("generate", "--top-k", &Options::top_k, from_0, "draw from the k likeliest; 0, the default: from all");
+  number("generate", "--top-p", &Options::top_p, shares, "draw from the smallest set of this probability");
+  text("logits", "--tokens", &Options::tokens, "token ids: 1,2,3");
+  text("logits", "--tokens-file", &Options::tokens_file, "a file of token ids, separated by commas or white space");
+  number("logits", "--prefill", &Options::prefill, sizes, "tokens run as prefill, the rest one by one (default all)");
+  flag("logits", "--last", &Options::last, "the last position only, prefilled with the early stop");
+  text(shaped, "--shape", &Options::shape, "D, L, H and so on", shapes);
+  text(shaped, "--arch", &Options::arch, "one or several (init: one; cost, verify: default all): " + join(names, ","),
+      filled);
+  number(shaped, "--layers", &Options::layers, counts, "L, in place of the shape's");
+  number(shaped, "--window", &Options::window, sizes, "W, in place of the shape's");
+  number(shaped + " generate logits trace", "--loops", &Options::loops, counts, "T of the looped stage");
+  number("score eval", "--loops", &Options::loops_list, counts, "T of the looped stage, one or several: 1,2,3");
+  number(costed, "-N", &Options::N, Ns, "tokens, one or several");
+  number(costed, "--batch", &Options::batch, batches, "sequences");
+  number("cost", "--kv-bytes", &Options::kv_bytes, Range<Index>{1, 8}, "bytes of a cached number");
+  each("cost", [](CLI::App& c, Options& o) {
+    c.add_option("--memory", o.memory, "a budget like 80GB: the largest N and batch that fit beside 2-byte weights")
+        ->transform(CLI::Validator(memory_size, ""));
+  });
+  number("verify bench", "--steps", &Options::steps, many, "decode steps after each prefill");
+  number("bench", "--runs", &Options::runs, Range<Index>{1, 1000}, "runs, of which the median counts");
+  flag("verify", "--allocate-only", &Options::allocate_only, "allocate the caches of N tokens, run nothing");
+  text(running, "--device", &Options::device, "where it runs", devices);
+  number(running, "--chunk", &Options::chunk, sizes, "tokens a prefill pass (default 512, on cuda 8192)");
+  number(running, "--threads", &Options::threads, Range<Index>{0, 1024}, "0, the default: as many as there are");
+  text(running, "--kv-dtype", &Options::kv_dtype, "type of cached numbers (default f32, on cuda bf16)", kv_dtypes);
+  text(random, "--dtype", &Options::dtype, "of the random weights", dtypes);
+  number(random + " generate", "--seed", &Options::seed, seeds, "of what is random (default 0)");
+  text("init", "-o,--output", &Options::out, "file to write", filled);
+  flag("score", "--by-position", &Options::by_position, "also by position, in doubling ranges; as CSV only so");
+  flag(rows + " generate logits show", "--json", &Options::json, "JSON on stdout");
+  flag(rows, "--csv", &Options::csv, "CSV on stdout");
 
-  c = command("score", "Bits per byte and perplexity of a text",
-      "data/austen.safetensors data/austen-heldout.txt --loops 1,2,3", score);
-  model(c, true), loops_list(c), running(c), rows(c);
-  c->add_option("FILE", o.file, "text, any bytes")->required();
-  c->add_flag("--by-position", o.by_position, "also by position, in doubling ranges");
-
-  c = command("eval", "Exact-match accuracy of greedy completions",
-      "data/cups.safetensors data/cups.jsonl --by moves --loops 1,3", eval);
-  model(c, true), loops_list(c), running(c), rows(c);
-  c->add_option("TASKS", o.file, "JSON lines {\"prompt\",\"answer\", ...}")->required();
-  c->add_option("--by", o.by, "field to group by")->check(filled);
-
-  c = command(
-      "logits", "Logits of given tokens, every position", "data/austen.safetensors --tokens 72,101,108 --json", logits);
-  model(c, true), loops(c), running(c), json(c);
-  c->add_option("--tokens", o.tokens, "token ids: 1,2,3");
-  c->add_option("--tokens-file", o.tokens_file, "a file of token ids, separated by commas or white space");
-  c->add_option("--prefill", o.prefill, "run so many tokens as prefill, the rest one by one (default all)")
-      ->transform(whole(Index{1}, most));
-  c->add_flag("--last", o.last, "the last position only, prefilled with the early stop");
-
-  c = command("trace", "What each layer application does to the state",
-      "data/austen.safetensors -p \"It was a dark night\"", trace);
-  model(c, true), loops(c), running(c), rows(c);
-  c->add_option("-p,--prompt", o.prompt, "a text")->required();
-
-  c = command("cost", "Parameters, cache bytes and FLOPs by formula",
-      "--shape 1.3b --arch yoco-u,transformer -N 16384,262144", cost);
-  model(c, false), shape(c, " (default 1.3b)", "one or several, default all"), sizes(c, "16384,65536,262144"), rows(c);
-  c->add_option("--kv-bytes", o.kv_bytes, "bytes of a cached number")
-      ->capture_default_str()
-      ->transform(whole(Index{1}, Index{8}));
-  c->add_option("--memory", o.memory, "a budget like 80GB: the largest N and batch that fit beside 2-byte weights")
-      ->check(filled);
-
-  c = command(
-      "verify", "Allocate and run, and compare with the formulas", "--shape tiny -N 1,64,257 --batch 2", verify);
-  model(c, false), shape(c, " (default tiny)", "one or several, default all"), running(c),
-      sizes(c, "1,63,64,65,255,256,257,300"), dtype(c), rows(c);
-  c->add_option("--steps", o.steps, "decode steps after the prefill")
-      ->capture_default_str()
-      ->transform(whole(Index{1}, Index{1000000}));
-  c->add_flag("--allocate-only", o.allocate_only, "allocate the caches of N tokens, run nothing");
-
-  c = command("bench", "Prefill and decode speed beside the machine's measured limits",
-      "--shape small --arch yoco-u,transformer -N 1024,4096", bench);
-  model(c, false), shape(c, " (default small)", "one or several, default yoco-u"), running(c),
-      sizes(c, "1024,4096,16384"), dtype(c), rows(c);
-  c->add_option("--steps", o.steps, "decode steps a run")
-      ->capture_default_str()
-      ->transform(whole(Index{1}, Index{1000000}));
-  c->add_option("--runs", o.runs, "runs, of which the median counts")
-      ->capture_default_str()
-      ->transform(whole(Index{1}, Index{1000}));
-
-  c = command("init", "Write a checkpoint of random weights", "--shape tiny --arch yoco-u -o tiny.safetensors", init);
-  shape(c, "", "default yoco-u"), dtype(c);
-  c->get_option("--shape")->required();
-  c->add_option("-o,--output", o.out, "file to write")->required()->check(filled);
-
-  c = command("show", "Config, tensors, shapes, dtypes, sizes", "data/austen.safetensors", show);
-  model(c, true), json(c);
+  require("generate score eval logits trace show", "MODEL");
+  require("score", "FILE"), require("eval", "TASKS"), require("trace", "--prompt");
+  require("init", "--shape"), require("init", "--output");
+  each(rows, [](CLI::App& c, Options&) { c.get_option("--csv")->excludes(c.get_option("--json")); });
+  each(costed, [](CLI::App& c, Options&) {
+    for (const char* shape : {"--shape", "--arch", "--layers", "--window"})
+      c.get_option("MODEL")->excludes(c.get_option(shape));
+  });
 }
 
 /// The program: 0 done, 1 bad input or failed check, 2 usage, 130 interrupted. One line on stderr when it is not 0.
 int run(std::vector<std::string> arguments) {
   const auto complain = [](const std::string& what, int status) {
-    TerminalText valid;
-    std::string line;
-    for (const char ch : what.substr(0, 500))
-      line += valid(static_cast<unsigned char>(ch) < 32 || ch == 127 ? '?' : ch);
-    std::fprintf(stderr, "yocou: %s%s\n", line.c_str(), what.size() > 500 ? "..." : "");
+    std::cerr << "yocou: " << cell(valid(what.substr(0, 500))) << (what.size() > 500 ? "..." : "") << std::endl;
     return status;
   };
   CLI::App app("Universal YOCO: the full forward pass, its caches and its costs", "yocou");
-  Options options;
-  std::function<int()> chosen;
   try {
-    app.require_subcommand(1);
+    std::vector<Command> commands = all_commands();
+    declare(app, commands);
+    app.require_subcommand(0, 1);
     app.set_version_flag("--version", std::string("yocou ") + version + " (" + build_name() + ")");
-    declare(app, options, chosen);
-    const auto named = [&](const CLI::App* a) { return a->get_name() == arguments[0]; };
-    if (!arguments.empty() && !arguments[0].starts_with('-') && app.get_subcommands(named).empty())
-      throw Usage("no command '" + arguments[0] + "', see yocou --help");
     const auto empty = std::ranges::find(arguments, "--prompt=");  // CLI11 takes it for a missing value
     if (empty != arguments.end()) *empty = "", arguments.insert(empty, "--prompt");
     std::ranges::reverse(arguments);
     app.parse(arguments);
-    if (!options.chunk) options.chunk = options.device == "cuda" ? 8192 : 512;
-    return chosen();
+    for (auto& [name, help, example, run, o] : commands) {
+      if (!app.got_subcommand(name)) continue;
+      if (!o.chunk) o.chunk = o.device == "cuda" ? 8192 : 512;
+      if (o.kv_dtype.empty()) o.kv_dtype = o.device == "cuda" ? "bf16" : "f32";
+      run(o);
+      return 0;
+    }
+    throw Usage("no command is given, see yocou --help");
   } catch (const CLI::ParseError& e) {
     if (e.get_exit_code() != 0) return complain(e.what(), 2);
     app.exit(e);  // --help, --version

@@ -1130,6 +1130,19 @@ TEST_CASE("cli: on a terminal, whole characters and U+FFFD", "[cli]") {
   CHECK(shown("\xf4\x90z") == bad + bad + "z");
   CHECK(shown("\xe0\x80z") == bad + bad + "z");      // overlong
   CHECK(shown("\xe6\xc3\xa9") == bad + "\xc3\xa9");  // a new character where a continuation was due
+  SECTION("an error begins on a line of its own") {
+    const auto fill = [](const std::string& n, std::int64_t r, std::int64_t c) {  // behind x an a, behind a token 300
+      if (ends_with(n, ".wo") || ends_with(n, ".w_down")) return 0.f;
+      if (n == "embed") return r == c ? 1.f : 0.f;
+      return n != "head" ? noise(n, r, c) : (c == 'x' && r == 'a') || (c == 'a' && r == 300) ? 1.f : 0.f;
+    };
+    const std::string m = write_file("late.safetensors", checkpoint(config_of(320, 320), fill).bytes());
+    const Result r = yocou({"generate", m, "-p", "x", "-n", "5"}, terminal);
+    CAPTURE(r.err);
+    CHECK(r.status == 1);
+    CHECK(r.out == "a\n");
+    CHECK((one_line(r.err) && r.err.find("300") != std::string::npos));
+  }
   SECTION("a complete character is there before the next byte") {
     const std::string m = script_model("script.safetensors", "\xe6\xad\xaa");
     Process p({"generate", m, "-p", "x", "-n", "2000000"}, terminal);
@@ -1543,6 +1556,7 @@ TEST_CASE("cli: CSV has as many cells in every line", "[cli]") {
   rectangular({"verify", "--csv", "-N", "1,1099511627776", "--allocate-only", "--arch", "transformer,yoco-u"});
   rectangular({"trace", random_model(), "-p", "abc", "--csv"});
   rectangular({"score", random_model(), write_file("t", "abcdef"), "--csv"});
+  rectangular({"score", random_model(), write_file("t", "abcdef"), "--csv", "--by-position"});
 }
 
 TEST_CASE("cli: costs beyond 2^64 are exact", "[cli]") {
