@@ -307,7 +307,7 @@ __global__ void __launch_bounds__(128)
 }
 
 /// gather_rows -- Y[i,:] = X[which[i],:]: the wanted rows enter the cross-decoder.
-///   grid   m     block 128     bytes 8 m D
+///   grid   m     block 128: a thread owns every 128th column     bytes 8 m D     bound HBM; prefill: m = 1 a sequence
 __global__ void __launch_bounds__(128)
     gather_rows(const float* x /*[n,D]*/, const int* which, Index D, float* y /*[m,D]*/) {
   grid_wait(), grid_launch();
@@ -333,7 +333,7 @@ __global__ void __launch_bounds__(256) rms_norm(const float* x /*[n,D]*/, const 
 
 /// rope_table -- (cos, sin) of every row's angles, formed in double so that far positions stay right; once a pass, the
 /// layers and loops share it.
-///   grid   ceil(n dh/2 / 128)     block 128: a thread owns one angle
+///   grid   ceil(n dh/2 / 128)     block 128: a thread owns one angle     bytes 4 n dh     bound double arithmetic
 __global__ void __launch_bounds__(128)
     rope_table(const Row* rows, Index n, int half /*dh/2*/, const double* frequency, float2* table /*[n,dh/2]*/) {
   grid_wait(), grid_launch();
@@ -949,7 +949,7 @@ __global__ void __launch_bounds__(128) attend_split(const __grid_constant__ CUte
 
 /// attend_merge -- the splits of a row and head, weighted by exp2(m - max m); step 2 of 2.
 ///   grid   (H, n)     block DH: a thread owns one number
-///   bytes  reads n H S (DH + 2) 4
+///   bytes  reads n H S (DH + 2) 4     bound HBM, or L2 where the parts still lie there
 template <int DH>
 __global__ void __launch_bounds__(DH) attend_merge(
     const float* part /*[n,H,S,DH+2]*/, const Row* rows, int window, int splits, bf16* out /*[n,ldo]*/, Index ldo) {

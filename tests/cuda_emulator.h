@@ -754,7 +754,10 @@ inline void cp_async16(void* to, const void* from, bool valid, int line = __buil
   if (reinterpret_cast<std::uintptr_t>(to) % 16 || (valid && reinterpret_cast<std::uintptr_t>(from) % 16))
     emu::fault("cp_async16 at line ", line, ": misaligned");
   if (!emu::machine.is_shared(to, 16)) emu::fault("cp_async16 at line ", line, ": outside shared memory");
-  if (emu::options.late) std::memset(to, 0xff, 16);
+  if (emu::options.late) {  // from now on nobody may read it, wgmma neither
+    std::memset(to, 0xff, 16);
+    std::memset(emu::machine.shadow.data() + (static_cast<unsigned char*>(to) - emu::machine.shared), 0xff, 16);
+  }
   emu::machine.current->open.push_back({to, from, valid});
 }
 inline void emu_copy(const emu::Copy& c) { c.valid ? std::memcpy(c.to, c.from, 16) : std::memset(c.to, 0, 16); }
