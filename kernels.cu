@@ -23,6 +23,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstdio>
 #include <cstring>
 #include <limits>
 #include <map>
@@ -51,6 +52,12 @@ using std::uint32_t, std::uint64_t;
     if (status_ != cudaSuccess)                                                                       \
       fail("CUDA: ", #expression, ": ", cudaGetErrorString(status_), " (kernels.cu:", __LINE__, ")"); \
   } while (0)
+
+/// A line on stderr, once: the model runs, but not as it could.
+void notice(const std::string& text) {
+  static std::map<std::string, bool> told;
+  if (!std::exchange(told[text], true)) std::fprintf(stderr, "yocou: %s\n", text.c_str());
+}
 
 /// Where a kernel runs. `pdl`: it may start while the kernel before it still runs (programmatic dependent launch);
 /// every kernel here calls grid_wait() before it touches memory, so that is always allowed.
@@ -300,7 +307,7 @@ __global__ void __launch_bounds__(128)
 }
 
 /// gather_rows -- Y[i,:] = X[which[i],:]: the wanted rows enter the cross-decoder.
-///   grid   m     block 128     bytes 8 m D
+///   grid   m     block 128: a thread owns every 128th column     bytes 8 m D     bound HBM; prefill: m = 1 a sequence
 __global__ void __launch_bounds__(128)
     gather_rows(const float* x /*[n,D]*/, const int* which, Index D, float* y /*[m,D]*/) {
   grid_wait(), grid_launch();
@@ -326,7 +333,7 @@ __global__ void __launch_bounds__(256) rms_norm(const float* x /*[n,D]*/, const 
 
 /// rope_table -- (cos, sin) of every row's angles, formed in double so that far positions stay right; once a pass, the
 /// layers and loops share it.
-///   grid   ceil(n dh/2 / 128)     block 128: a thread owns one angle
+///   grid   ceil(n dh/2 / 128)     block 128: a thread owns one angle     bytes 4 n dh     bound double arithmetic
 __global__ void __launch_bounds__(128)
     rope_table(const Row* rows, Index n, int half /*dh/2*/, const double* frequency, float2* table /*[n,dh/2]*/) {
   grid_wait(), grid_launch();
@@ -942,7 +949,7 @@ __global__ void __launch_bounds__(128) attend_split(const __grid_constant__ CUte
 
 /// attend_merge -- the splits of a row and head, weighted by exp2(m - max m); step 2 of 2.
 ///   grid   (H, n)     block DH: a thread owns one number
-///   bytes  reads n H S (DH + 2) 4
+///   bytes  reads n H S (DH + 2) 4     bound HBM, or L2 where the parts still lie there
 template <int DH>
 __global__ void __launch_bounds__(DH) attend_merge(
     const float* part /*[n,H,S,DH+2]*/, const Row* rows, int window, int splits, bf16* out /*[n,ldo]*/, Index ldo) {
@@ -985,8 +992,8 @@ __global__ void __launch_bounds__(160) attend_tiles(const __grid_constant__ CUte
   const Span s = spans[mine.segment];
   const int h = int(blockIdx.y), head = h / (heads / keys.kv_heads);
   const int q0 = s.position + mine.first, q1 = s.position + min(mine.first + 64, s.rows);  // positions of the queries
-  int k0 = keys.window ? max(0, q0 - keys.window + 1) : 0;  // first key of the first tile of keys
-  if (keys.layout == Keys::paged) k0 = k0 / 64 * 64;        // so that no tile leaves its page
+  // first key of the first tile of keys; pages, which have no window, begin at 0, so that no tile leaves its page
+  const int k0 = keys.window ? max(0, q0 - keys.window + 1) : 0;
   const int tiles = (q1 - k0 + 63) / 64;
   bf16* memory = shared_memory<bf16>();
   uint64_t* full = reinterpret_cast<uint64_t*>(memory + tile_stages * stage_size);
@@ -1253,6 +1260,7 @@ class Library {
     if (handle_) cublasLtDestroy_(handle_);
   }  // the library stays open: unloading it is not safe while the driver may call into it
 
+  bool found() const { return handle_; }
   /// False when there is no library or it knows no way: the caller then uses its own kernels.
   bool run(const Product& p, cudaStream_t stream) {
     if (!handle_) return false;
@@ -1347,10 +1355,13 @@ class CudaEngine final : public Engine {
   CudaEngine(const Config& c, const Weights& w, const EngineOptions& o, const Rungs& rungs)
       : c_(c), o_(o), rungs_(rungs), kv_size_(size_of(o.kv_dtype)), tables_(table_bytes()) {
     if (c.head_dim > 256) fail("CUDA: head_dim is ", c.head_dim, "; the kernels take at most 256");
-    if (o.max_tokens >= std::numeric_limits<int>::max())
-      fail("CUDA: max_tokens is ", o.max_tokens, "; at most 2^31 - 2");
+    if (o.max_tokens >= std::numeric_limits<int>::max()) fail("CUDA: ", o.max_tokens, " positions; at most 2^31 - 2");
+    const Index rows = o.max_rows * (c.moe ? c.moe->active : 1);  // a grid has 65,535 blocks in y and z
+    if (o.max_sequences > 65535 || rows > 4000000)
+      fail("CUDA: ", o.max_sequences, " sequences, ", rows, " rows (x experts) a pass; at most 65,535 and 4,000,000");
     if (o.kv_dtype == Dtype::f16) fail("CUDA: a cache holds f32 or bf16");
     fast_attention_ = rungs.hopper && o.kv_dtype == Dtype::bf16 && (c.head_dim == 64 || c.head_dim == 128);
+    if (rungs.library && !library_.found()) notice("cuBLASLt was not found: the program's own products run instead");
     CUDA_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
     upload(w);
     allocate();
@@ -1431,13 +1442,16 @@ class CudaEngine final : public Engine {
   void product(const bf16* x, const Matrix& w, void* y, Index ldy, Index n);
   template <To to>
   void grouped_product(const bf16* x, const Matrix& w, Index out, void* y, Index ldy, Index n, Groups groups);
+  /// Between host and device, either way, in the order of the stream.
+  void copy(void* to, const void* from, Index bytes) {
+    CUDA_CHECK(cudaMemcpyAsync(to, from, std::size_t(bytes), cudaMemcpyDefault, stream_));
+  }
   void norm(const float* x, const int* which, const Buffer<float>& gain, Index n) {
     launch(grid(n, 1, 1, 256, 32 * sizeof(float)), rms_norm, x, which, gain.get(), c_.dim, float(c_.norm_eps),
         normed_.get(), padded(c_.dim));
   }
   void ffn(const Matrix& gate_up, const Matrix& down, Index n, float* x);
-  void append(const Rows& r, bf16* rows, Index ld, bool with_q, bool with_kv, bool rotate, Keys cache, bool to_cache,
-      Keys recent, bool to_recent);
+  void append(const Rows& r, const Append& a, const Keys& cache, const Keys& recent);
   Keys keys_of(const Cache& cache, Keys::Layout layout, Index window, const Rows& r) const {
     return {layout, cache.k.get(), cache.v.get(), page_table_.get(), table_stride_, r.n + r.segments * window,
         int(window), int(c_.kv_heads)};
@@ -1637,19 +1651,16 @@ template <To to>
 void CudaEngine::grouped_product(
     const bf16* x, const Matrix& w, Index out, void* y, Index ldy, Index n, Groups groups) {
   const Index count = w.rows / out;
-  const auto skinny = [&]<int Tiles>(std::integral_constant<int, Tiles>) {
-    launch(grid(ceil_div(out, 16), count, 1, 256, 8 * Tiles * 128 * sizeof(float)), product_skinny<to, Tiles>, x,
-        w.data.get(), w.ld(), y, ldy, n, out, groups);
+  const auto run = [&](Index width, Index tiles, unsigned block, std::size_t shared, auto kernel) {
+    launch(
+        grid(ceil_div(out, width), tiles, 1, block, shared), kernel, x, w.data.get(), w.ld(), y, ldy, n, out, groups);
   };
   // an expert's share of the rows is not known here: 8 rows at a time suit a decode step, where it is about n / E
-  if (rungs_.skinny && n <= 8 * count) return skinny(std::integral_constant<int, 1>{});
-  if (rungs_.skinny && n <= 32 * count) return skinny(std::integral_constant<int, 4>{});
+  if (rungs_.skinny && n <= 8 * count) return run(16, count, 256, 8 * 128 * 4, product_skinny<to, 1>);
+  if (rungs_.skinny && n <= 32 * count) return run(16, count, 256, 4 * 8 * 128 * 4, product_skinny<to, 4>);
   const Index spare = groups.start ? count : 0;  // every group may end in a tile that is not full
-  if (rungs_.hopper)
-    return launch(grid(ceil_div(out, 128), ceil_div(n, 128) + spare, 1, 256, 4 * 2 * 128 * 64 * 2), product_wgmma<to>,
-        x, w.data.get(), w.ld(), y, ldy, n, out, groups);
-  launch(grid(ceil_div(out, 64), ceil_div(n, 64) + spare, 1, 128, 3 * 2 * 64 * 64 * 2), product_tile<to>, x,
-      w.data.get(), w.ld(), y, ldy, n, out, groups);
+  if (rungs_.hopper) return run(128, ceil_div(n, 128) + spare, 256, 4 * 2 * 128 * 64 * 2, product_wgmma<to>);
+  run(64, ceil_div(n, 64) + spare, 128, 3 * 2 * 64 * 64 * 2, product_tile<to>);
 }
 
 void CudaEngine::ffn(const Matrix& gate_up, const Matrix& down, Index n, float* x) {
@@ -1680,12 +1691,9 @@ void CudaEngine::moe(const DeviceLayer& l, const Rows& r, float* x) {
   if (m.shared_dim) ffn(l.shared_gate_up, l.shared_down, r.n, x);
 }
 
-void CudaEngine::append(const Rows& r, bf16* rows, Index ld, bool with_q, bool with_kv, bool rotate, Keys cache,
-    bool to_cache, Keys recent, bool to_recent) {
-  const Append a{ld, with_q ? int(c_.heads) : 0, with_kv ? int(c_.kv_heads) : 0, int(c_.head_dim), rotate, c_.rope_half,
-      to_cache, to_recent};
-  const auto kernel = o_.kv_dtype == Dtype::bf16 ? rotate_append<bf16> : rotate_append<float>;
-  launch(grid(r.n, 1, 1, 128), kernel, r.rows, r.spans, r.turns, rows, a, cache, recent);
+void CudaEngine::append(const Rows& r, const Append& a, const Keys& cache, const Keys& recent) {
+  launch(grid(r.n, 1, 1, 128), o_.kv_dtype == Dtype::bf16 ? rotate_append<bf16> : rotate_append<float>, r.rows, r.spans,
+      r.turns, qkv_.get(), a, cache, recent);
 }
 
 /// q (and, in a window or full stage, k and v) of the rows are in qkv_: rotates, appends, attends; heads to heads_out_.
@@ -1698,22 +1706,21 @@ void CudaEngine::attention(std::size_t stage, Index cache_index, const Rows& r) 
   const bool recent = window && !r.single;  // single rows are appended first and then read the ring
   const Keys in_cache = keys_of(cache, window ? Keys::ring : Keys::paged, W, r);
   const Keys in_recent = keys_of(recent_, Keys::recent, W, r);
-  if (recent) {
-    const auto kernel = o_.kv_dtype == Dtype::bf16 ? history<bf16> : history<float>;
-    if (W > 1) launch(grid(W - 1, r.segments, 1, 128), kernel, r.spans, in_cache, in_recent, int(c_.head_dim));
-  }
-  if (!shared || s.rope)
-    append(r, qkv_.get(), ld, /*with_q=*/true, /*with_kv=*/!shared, s.rope, in_cache, /*to_cache=*/!shared, in_recent,
-        recent);
+  const bool bf16_cache = o_.kv_dtype == Dtype::bf16;
+  if (recent && W > 1)
+    launch(grid(W - 1, r.segments, 1, 128), bf16_cache ? history<bf16> : history<float>, r.spans, in_cache, in_recent,
+        int(c_.head_dim));
+  const Append a{ld, int(c_.heads), shared ? 0 : int(c_.kv_heads), int(c_.head_dim), s.rope, c_.rope_half,
+      /*to_cache=*/!shared, /*to_recent=*/recent};
+  if (!shared || s.rope) append(r, a, in_cache, in_recent);
   const Keys& keys = recent ? in_recent : in_cache;
   const Cache& maps = recent ? recent_ : cache;
   const float scale = 1 / std::sqrt(float(c_.head_dim));
   ledger_.attended.push_back({W, &r == &wanted_});
-  if (!fast_attention_ || (r.single && c_.group() > 16)) {
-    const auto kernel = o_.kv_dtype == Dtype::bf16 ? attend<bf16> : attend<float>;
-    return launch(grid(ceil_div(r.n * c_.heads, 4), 1, 1, 128, 128 * sizeof(float)), kernel, r.rows, r.spans,
-        qkv_.get(), ld, keys, r.n, int(c_.heads), int(c_.head_dim), scale, heads_out_.get(), ldo);
-  }
+  if (!fast_attention_ || (r.single && c_.group() > 16))
+    return launch(grid(ceil_div(r.n * c_.heads, 4), 1, 1, 128, 128 * sizeof(float)),
+        bf16_cache ? attend<bf16> : attend<float>, r.rows, r.spans, qkv_.get(), ld, keys, r.n, int(c_.heads),
+        int(c_.head_dim), scale, heads_out_.get(), ldo);
   const auto fast = [&]<int DH>(std::integral_constant<int, DH>) {
     const std::size_t stage_bytes = 2 * 64 * DH * 2;
     if (r.single) {
@@ -1757,15 +1764,15 @@ void CudaEngine::prepare(std::span<const Segment> pass) {
     used += count * Index(sizeof(T));
     return device;
   };
+  const auto rows_of = [&](const Segment& g, bool only_wanted) {
+    const int all = int(g.tokens.size());
+    return !only_wanted || g.want == Logits::all ? all : g.want == Logits::last ? std::min(all, 1) : 0;
+  };
   const auto build = [&](Rows& r, bool only_wanted, float2* turns) {
-    const auto rows_of = [&](const Segment& g) {
-      const Index all = Index(g.tokens.size());
-      return !only_wanted || g.want == Logits::all ? all : g.want == Logits::last ? std::min<Index>(all, 1) : Index(0);
-    };
     r = {};
     r.turns = turns, r.single = true;
     for (const Segment& g : pass)
-      if (const Index rows = rows_of(g))
+      if (const int rows = rows_of(g, only_wanted))
         ++r.segments, r.n += rows, r.tile_count += ceil_div(rows, 64), r.single &= rows == 1;
     Row* row;
     Span* span;
@@ -1773,7 +1780,7 @@ void CudaEngine::prepare(std::span<const Segment> pass) {
     r.rows = take(r.n, row), r.spans = take(r.segments, span), r.tiles = take(r.tile_count, tile);
     int first = 0;
     for (const Segment& g : pass) {
-      const int rows = int(rows_of(g)), skipped = int(g.tokens.size()) - rows;
+      const int rows = rows_of(g, only_wanted), skipped = int(g.tokens.size()) - rows;
       if (!rows) continue;
       const int position = int(sequences_[std::size_t(g.sequence)].length) + skipped, segment = int(r.host.size());
       for (int i = 0; i < rows; ++i)
@@ -1785,16 +1792,13 @@ void CudaEngine::prepare(std::span<const Segment> pass) {
   };
   build(all_, /*only_wanted=*/false, turns_.get());
   build(wanted_, /*only_wanted=*/true, turns_.get() + o_.max_rows * (c_.head_dim / 2));
-  int* index;
+  int first = 0, *index;
   wanted_index_ = take(wanted_.n, index);
-  int first = 0;
   for (const Segment& g : pass) {
-    const int rows = int(g.tokens.size());
-    for (int i = g.want == Logits::all ? 0 : g.want == Logits::last ? std::max(rows - 1, 0) : rows; i < rows; ++i)
-      *index++ = first + i;
-    first += rows;
+    first += int(g.tokens.size());
+    for (int back = rows_of(g, /*only_wanted=*/true); back > 0; --back) *index++ = first - back;
   }
-  CUDA_CHECK(cudaMemcpyAsync(device_tables_.get(), host, std::size_t(used), cudaMemcpyHostToDevice, stream_));
+  copy(device_tables_.get(), host, used);
 
   Index longest = 1;
   for (const Segment& g : pass) {
@@ -1806,8 +1810,7 @@ void CudaEngine::prepare(std::span<const Segment> pass) {
       s.pages.push_back(free_pages_.back()), free_pages_.pop_back();
     const Index more = Index(s.pages.size()) - had;
     if (more)  // the vector outlives the copy: the pass ends with a synchronisation
-      CUDA_CHECK(cudaMemcpyAsync(page_table_.get() + g.sequence * table_stride_ + had, s.pages.data() + had,
-          std::size_t(more) * sizeof(int), cudaMemcpyHostToDevice, stream_));
+      copy(page_table_.get() + g.sequence * table_stride_ + had, s.pages.data() + had, more * Index(sizeof(int)));
   }
   // splits for the longest sequence, rounded up to a power of two: a graph serves all lengths up to there
   split_count_ = 1;
@@ -1826,8 +1829,9 @@ void CudaEngine::project_global(Index loop, const Rows& r, const float* x) {
   const Index ld = padded(2 * c_.kv_dim());
   product<To::bf16>(normed_.get(), global_kv_, qkv_.get(), ld, r.n);
   const Keys keys = keys_of(caches_.back()[std::size_t(s.refresh_kv ? loop : 0)], Keys::paged, 0, r);
-  append(r, qkv_.get(), ld, /*with_q=*/false, /*with_kv=*/true, s.rope, keys, /*to_cache=*/true, keys,
-      /*to_recent=*/false);
+  const Append a{ld, /*q_heads=*/0, int(c_.kv_heads), int(c_.head_dim), s.rope, c_.rope_half, /*to_cache=*/true,
+      /*to_recent=*/false};
+  append(r, a, keys, keys);
   global_rows_ += r.n;
 }
 
@@ -1850,9 +1854,8 @@ void CudaEngine::show(Index stage, Index loop, Index layer, Index n, const float
   std::vector<float> host(std::size_t(n * c_.dim));
   std::vector<int> start(c_.moe && stage >= 0 ? std::size_t(c_.moe->experts) + 1 : 0);
   std::vector<Index> load;
-  CUDA_CHECK(cudaMemcpyAsync(host.data(), x, host.size() * 4, cudaMemcpyDeviceToHost, stream_));
-  if (!start.empty())
-    CUDA_CHECK(cudaMemcpyAsync(start.data(), start_.get(), start.size() * 4, cudaMemcpyDeviceToHost, stream_));
+  copy(host.data(), x, std::ssize(host) * 4);
+  if (!start.empty()) copy(start.data(), start_.get(), std::ssize(start) * 4);
   CUDA_CHECK(cudaStreamSynchronize(stream_));
   for (std::size_t e = 0; e + 1 < start.size(); ++e) load.push_back(start[e + 1] - start[e]);
   on_layer({stage, loop, layer, host, load});
@@ -1924,10 +1927,6 @@ void CudaEngine::forward(std::span<const Segment> pass, float* logits) {
     if (wanted_.n) head(*rows, x, 0, std::min(head_rows_, wanted_.n));
     return std::pair{rows, x};
   };
-  const auto copy_out = [&](Index first, Index count) {
-    CUDA_CHECK(cudaMemcpyAsync(logits + first * c_.vocab_size, logits_.get(), std::size_t(count * c_.vocab_size) * 4,
-        cudaMemcpyDeviceToHost, stream_));
-  };
   const bool step = all_.single && wanted_.n == all_.n && all_.n <= head_rows_;
   if (step && rungs_.graphs && !tracing_) {
     const auto key = std::pair{all_.n, split_count_};
@@ -1945,18 +1944,18 @@ void CudaEngine::forward(std::span<const Segment> pass, float* logits) {
       global_rows_ += all_.n * Index(caches_.back().size());
     }
     CUDA_CHECK(cudaGraphLaunch(found->second.first, stream_));
-    if (logits) copy_out(0, all_.n);
+    if (logits) copy(logits, logits_.get(), all_.n * c_.vocab_size * 4);
     ledger_ = found->second.second;
   } else {
     const auto [rows, x] = body();
     for (Index first = 0; first < wanted_.n; first += head_rows_) {
       const Index count = std::min(head_rows_, wanted_.n - first);
       if (first) head(*rows, x, first, count);
-      if (logits) copy_out(first, count);
+      if (logits) copy(logits + first * c_.vocab_size, logits_.get(), count * c_.vocab_size * 4);
     }
   }
   int bad = 0;
-  CUDA_CHECK(cudaMemcpyAsync(&bad, flag_.get(), sizeof bad, cudaMemcpyDeviceToHost, stream_));
+  copy(&bad, flag_.get(), sizeof bad);
   CUDA_CHECK(cudaStreamSynchronize(stream_));
   settle(ledger_);
   for (const Segment& g : pass) sequences_[std::size_t(g.sequence)].length += Index(g.tokens.size());
@@ -1974,11 +1973,11 @@ void CudaEngine::forward_sample(
   const std::vector<float> numbers(u.begin(), u.end());
   Buffer<float> device_u(wanted_.n);
   Buffer<int> device_tokens(wanted_.n);
-  CUDA_CHECK(cudaMemcpyAsync(device_u.get(), numbers.data(), numbers.size() * 4, cudaMemcpyHostToDevice, stream_));
+  copy(device_u.get(), numbers.data(), std::ssize(numbers) * 4);
   launch(grid(wanted_.n, 1, 1, 512, 32 * sizeof(float)), sample, logits_.get(), int(c_.vocab_size),
       float(how.temperature), int(std::min<Index>(how.top_k, c_.vocab_size)), float(how.top_p), device_u.get(),
       device_tokens.get());
-  CUDA_CHECK(cudaMemcpyAsync(tokens, device_tokens.get(), numbers.size() * 4, cudaMemcpyDeviceToHost, stream_));
+  copy(tokens, device_tokens.get(), std::ssize(numbers) * 4);
   CUDA_CHECK(cudaStreamSynchronize(stream_));
 }
 
@@ -1986,11 +1985,12 @@ void CudaEngine::forward_sample(
 
 std::unique_ptr<Engine> make_cuda_engine(const Config& c, const Weights& w, const EngineOptions& o) {
   int devices = 0, device = 0, major = 0;
-  if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0)
-    fail("--device cuda: no CUDA device (or no driver for it) on this machine");
+  if (const cudaError_t status = cudaGetDeviceCount(&devices); status != cudaSuccess || devices == 0)
+    fail("--device cuda: no device, or no driver for it: ", cudaGetErrorString(status));
   CUDA_CHECK(cudaGetDevice(&device));
   CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
   if (major < 8) fail("--device cuda: the device's compute capability is ", major, ".x; 8.0 (Ampere) is the least");
+  if (major != 9) notice("compute capability " + std::to_string(major) + ".x: Hopper's fast kernels cannot run here");
   Rungs rungs;
   rungs.hopper = rungs.pdl = major == 9;
   return std::make_unique<CudaEngine>(c, w, o, rungs);

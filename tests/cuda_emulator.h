@@ -78,13 +78,25 @@ template <class... Part>
 
 /// How to run; tests set it between launches.
 struct Options {
-  bool late = false;  ///< asynchronous work as late as allowed, instead of at once
-  unsigned seed = 0;  ///< 0: threads in order; others shuffle threads, copies and blocks
-  int major = 9;      ///< compute capability that the device claims
+  bool late = false;          ///< asynchronous work as late as allowed, instead of at once
+  unsigned seed = 0;          ///< 0: threads in order; others shuffle threads, copies and blocks
+  int devices = 1;            ///< that the machine has
+  int major = 9;              ///< compute capability that the device claims
+  bool library = true;        ///< there is a cuBLASLt
+  std::size_t memory = ~0ul;  ///< of the device, bytes
 };
 inline Options options;
 inline std::mt19937 rng(1);
 inline void configure(Options o) { options = o, rng.seed(o.seed + 1); }
+
+/// The schedules that tests run under: 0 all at once and in order, 1 as late as allowed, 2 and 3 shuffled orders. With
+/// YOCOU_SCHEDULE=n in the environment they become four others, two early and two late ones, all shuffled.
+inline Options schedule(unsigned i) {
+  const char* more = std::getenv("YOCOU_SCHEDULE");
+  Options o;
+  o.late = i == 1 || i == 3, o.seed = more ? 4 * unsigned(std::atoi(more)) + i : i == 2 ? 1 : i == 3 ? 2 : 0;
+  return o;
+}
 
 /// Under ThreadSanitizer the runtime hides its own memory accesses: only the kernel's are to be judged.
 struct Quiet {
@@ -522,7 +534,9 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* c, void (*kernel)(Param
 extern "C" {
 inline cudaError_t cudaMalloc(void** p, size_t n) {
   *p = nullptr;
-  if (posix_memalign(p, 256, n ? n : 1)) return cudaErrorMemoryAllocation;
+  std::size_t held = 0;
+  for (const auto& [address, bytes] : emu::allocations) held += bytes;
+  if (held + n > emu::options.memory || posix_memalign(p, 256, n ? n : 1)) return cudaErrorMemoryAllocation;
   std::memset(*p, 0xff, n);
   emu::allocations[*p] = n;
   return cudaSuccess;
@@ -578,7 +592,9 @@ inline cudaError_t cudaGraphDestroy(cudaGraph_t g) { return delete reinterpret_c
 inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t e) {
   return delete reinterpret_cast<emu::Graph*>(e), cudaSuccess;
 }
-inline cudaError_t cudaGetDeviceCount(int* n) { return *n = 1, cudaSuccess; }
+inline cudaError_t cudaGetDeviceCount(int* n) {
+  return *n = emu::options.devices, *n ? cudaSuccess : cudaErrorNoDevice;
+}
 inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 inline cudaError_t cudaGetDevice(int* d) { return *d = 0, cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr a, int) {
@@ -596,7 +612,9 @@ inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
   return cudaSuccess;
 }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
-inline const char* cudaGetErrorString(cudaError_t) { return "an error of the emulator"; }
+inline const char* cudaGetErrorString(cudaError_t e) {
+  return e == cudaErrorNoDevice ? "no CUDA-capable device is detected" : "an error of the emulator";
+}
 inline const char* cudaGetErrorName(cudaError_t) { return "cudaErrorUnknown"; }
 inline cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute a, int value) {
   if (a == cudaFuncAttributeMaxDynamicSharedMemorySize) {
@@ -736,7 +754,10 @@ inline void cp_async16(void* to, const void* from, bool valid, int line = __buil
   if (reinterpret_cast<std::uintptr_t>(to) % 16 || (valid && reinterpret_cast<std::uintptr_t>(from) % 16))
     emu::fault("cp_async16 at line ", line, ": misaligned");
   if (!emu::machine.is_shared(to, 16)) emu::fault("cp_async16 at line ", line, ": outside shared memory");
-  if (emu::options.late) std::memset(to, 0xff, 16);
+  if (emu::options.late) {  // from now on nobody may read it, wgmma neither
+    std::memset(to, 0xff, 16);
+    std::memset(emu::machine.shadow.data() + (static_cast<unsigned char*>(to) - emu::machine.shared), 0xff, 16);
+  }
   emu::machine.current->open.push_back({to, from, valid});
 }
 inline void emu_copy(const emu::Copy& c) { c.valid ? std::memcpy(c.to, c.from, 16) : std::memset(c.to, 0, 16); }
@@ -1036,8 +1057,10 @@ void wgmma_ss(float (&d)[Registers], std::uint64_t a, std::uint64_t b, bool accu
 namespace emu {
 /// Runs y = x W^T, described as kernels.cu describes it, as a piece of work of the stream.
 struct Library {
+  bool found() const { return options.library; }
   template <class Product>
   bool run(const Product& p, cudaStream_t stream) {
+    if (!options.library) return false;
     of(stream).add([p] {
       for (std::int64_t i = 0; i < p.n; ++i)
         for (std::int64_t o = 0; o < p.out; ++o) {

@@ -222,6 +222,127 @@ void decode_products() {
     }
 }
 
+// --- kernels by themselves, at the 1.3B and 10B-MoE shapes
+
+void csv(const std::string& kernel, const std::string& shape, double time, double bytes, double flops) {
+  const double share = std::max(bytes / peak_bytes, peak_flops > 0 ? flops / peak_flops : 0) / time;
+  std::printf("%s,%s,%.2f,%.0f,%.1f,%.3f\n", kernel.c_str(), shape.c_str(), time * 1e6, bytes / time / 1e9,
+      flops / time / 1e12, share);
+}
+constexpr Index H = 20, G = 4, DH = 128, D = 2560;
+constexpr std::size_t stage_bytes = 2 * 64 * DH * 2 + 16;
+
+/// One new row per sequence, each of length N, against a ring (W > 0) or pages. `alone`: one block an SM.
+void time_decode_attention(Index B, Index N, Index W, bool alone = false) {
+  const Index seen = W ? W : N, pages = ceil_div(N, block_rows), rows = W ? B * G * W : B * pages * G * block_rows;
+  const Index copies = W ? 8 : 1;  // rings of 8 layers, so that L2 does not hold them
+  const Buffer<bf16> k(copies * rows * DH, true), v(copies * rows * DH, true), q(B * H * DH, true);
+  std::vector<Row> row;
+  std::vector<int> page;
+  for (Index b = 0; b < B; ++b) row.push_back({0, int(N - 1), int(b), int(b), int(N)});
+  for (Index i = 0; i < B * pages; ++i) page.push_back(int(i));
+  const auto device_rows = upload(row);
+  const auto device_pages = upload(page);
+  const Index splits = ceil_div(seen, split_rows);
+  const Buffer<float> part(B * H * splits * (DH + 2));
+  const Buffer<bf16> out(B * H * DH);
+  const unsigned s = unsigned(splits), b = unsigned(B);
+  const double time = seconds(nullptr, [&] {
+    for (Index i = 0; i < copies; ++i) {
+      bf16 *ki = k.get() + i * rows * DH, *vi = v.get() + i * rows * DH;
+      const Keys keys{W ? Keys::ring : Keys::paged, ki, vi, device_pages.get(), pages, 0, int(W), int(G)};
+      launch({dim3(s, unsigned(G), b), 128, alone ? std::size_t(120000) : split_stages * stage_bytes}, attend_split<DH>,
+          tensor_map(ki, rows, DH), tensor_map(vi, rows, DH), device_rows.get(), q.get(), H * DH, keys, int(H), 0.1f,
+          part.get(), out.get(), H * DH);
+      if (splits > 1)
+        launch({dim3(unsigned(H), b), unsigned(DH)}, attend_merge<DH>, part.get(), device_rows.get(), int(W),
+            int(splits), out.get(), H * DH);
+    }
+  });
+  csv(std::string(W ? "attend_split ring" : "attend_split paged + attend_merge") + (alone ? " (1 block an SM)" : ""),
+      std::to_string(B) + " x " + std::to_string(seen), time / double(copies), 4.0 * double(B * G * DH * seen),
+      4.0 * double(B * H * DH * seen));
+}
+
+/// n rows of a prompt, behind n others, against a window; or the first n rows, against all before them.
+void time_prefill_attention(Index n, Index W) {
+  const Index rows = W ? G * (n + W) : ceil_div(n, block_rows) * G * block_rows;
+  const Buffer<bf16> k(rows * DH, true), v(rows * DH, true), q(n * H * DH, true), out(n * H * DH);
+  std::vector<Tile> tile;
+  std::vector<int> page;
+  for (Index i = 0; i < n; i += 64) tile.push_back({0, int(i)});
+  for (Index i = 0; i < ceil_div(n, block_rows); ++i) page.push_back(int(i));
+  const auto tiles = upload(tile);
+  const auto pages = upload(page);
+  const auto spans = upload(std::vector<Span>{{0, int(n), W ? int(n) : 0, 0}});
+  const Keys keys{W ? Keys::recent : Keys::paged, k.get(), v.get(), pages.get(), pages.count(), n + W, int(W), int(G)};
+  const auto k_map = tensor_map(k.get(), rows, DH), v_map = tensor_map(v.get(), rows, DH);
+  const double time = seconds(nullptr, [&] {
+    launch({dim3(unsigned(tiles.count()), unsigned(H)), 160, tile_stages * stage_bytes}, attend_tiles<DH>, k_map, v_map,
+        tiles.get(), spans.get(), q.get(), H * DH, keys, int(H), 0.1f, out.get(), H * DH);
+  });
+  csv(W ? "attend_tiles window" : "attend_tiles full", std::to_string(n) + " rows W " + std::to_string(W), time,
+      double(rows * DH * 4), 4.0 * double(H * DH * n) * (W ? double(W) : double(n + 1) / 2));
+}
+
+/// One product of 64 experts for n tokens that go to 8 each: gate and up (gathered rows), or down (sorted rows).
+void time_experts(Index n, bool down) {
+  const Index E = 64, active = 8, assigned = n * active, out = down ? D : 2048, in = down ? 1024 : D;
+  const Buffer<bf16> x(assigned * in, true), w(E * out * in, true), y(assigned * out);
+  std::vector<int> start{0}, order;
+  for (Index e = 0; e < E; ++e) {
+    for (Index i = e; i < assigned; i += E) order.push_back(int(i));
+    start.push_back(int(order.size()));
+  }
+  const auto device_start = upload(start);
+  const auto device_order = upload(order);
+  const Groups groups{device_start.get(), int(E), down ? nullptr : device_order.get(), down ? 1 : int(active)};
+  const bool skinny = n <= 64;
+  const double time = seconds(nullptr, [&] {
+    if (skinny)
+      launch({dim3(unsigned(out / 16), unsigned(E)), 256, 4096}, product_skinny<To::bf16, 1>, x.get(), w.get(), in,
+          y.get(), out, assigned, out, groups);
+    else
+      launch({dim3(unsigned(out / 128), unsigned(ceil_div(assigned, 128) + E)), 256, 131072}, product_wgmma<To::bf16>,
+          x.get(), w.get(), in, y.get(), out, assigned, out, groups);
+  });
+  csv(skinny ? "product_skinny experts" : "product_wgmma experts",
+      std::to_string(n) + " x 8 of 64; " + std::to_string(out) + " x " + std::to_string(in), time,
+      2.0 * double(E * out * in), 2.0 * double(assigned * out * in));
+}
+
+void kernels() {
+  std::puts("6. kernels by themselves; share: of the copy rate or of the best cuBLASLt rate of step 4, what binds");
+  std::puts("kernel,shape,us,GB_s,TFLOP_s,share");
+  time_decode_attention(32, 8192, 0), time_decode_attention(32, 65536, 0), time_decode_attention(1, 65536, 0);
+  time_decode_attention(32, 65536, 0, /*alone=*/true);
+  time_decode_attention(32, 8192, 512), time_decode_attention(1, 8192, 512);
+  time_prefill_attention(8192, 512), time_prefill_attention(8192, 0);
+  for (const Index n : {32, 8192}) time_experts(n, false), time_experts(n, true);
+  const Index n = 8192, F = 6912;
+  const Buffer<bf16> a(n * 2 * F, true), b(2 * F * D, true), y(n * 2 * F);
+  const Buffer<float> x(n * D, true), gain(D, true), u(32, true);
+  const Buffer<int> token(32);
+  const auto one = [&](const char* name, const char* shape, double bytes, double flops, auto&& work) {
+    csv(name, shape, seconds(nullptr, work), bytes, flops);
+  };
+  one("product_wgmma", "8192 x 13824 x 2560", 2.0 * double(2 * F * D), 2.0 * double(n * 2 * F * D), [&] {
+    launch(
+        {dim3(108, 64), 256, 131072}, product_wgmma<To::bf16>, a.get(), b.get(), D, y.get(), 2 * F, n, 2 * F, Groups{});
+  });
+  one("rms_norm", "8192 x 2560", 6.0 * double(n * D), 0, [&] {
+    launch({dim3(unsigned(n)), 256, 128}, rms_norm, x.get(), nullptr, gain.get(), D, 1e-5f, y.get(), D);
+  });
+  one("swiglu", "8192 x 6912", 6.0 * double(n * F), 0, [&] {
+    launch({dim3(unsigned(n), 27), 256}, swiglu, a.get(), 2 * F, F, y.get(), F);
+  });
+  const Index V = 100352;
+  const Buffer<float> logits(32 * V, true);
+  one("sample top-p 0.9", "32 x 100352", 4.0 * double(32 * V), 0, [&] {
+    launch({dim3(32), 512, 128}, sample, logits.get(), int(V), 1.0f, 0, 0.9f, u.get(), token.get());
+  });
+}
+
 // --- the 1.3B shape
 
 /// All tensors are views of one block of random numbers: timing needs no more.
@@ -261,7 +382,7 @@ double wall(const std::function<void()>& work) {
 
 void model(bool short_run) {
   const Shared13b m(false);
-  heading("6-8. the 1.3B shape (YOCO-U, T = 3, W = 512): decode steps with the token drawn on the device");
+  heading("7-8. the 1.3B shape (YOCO-U, T = 3, W = 512): decode steps with the token drawn on the device");
   const std::vector<std::pair<Index, Index>> cells{{1, 65536}, {32, 8192}, {32, 65536}, {32, 262144}};
   for (const auto& [batch, N] : cells) {
     if (short_run && batch * N > 32 * 65536) continue;
@@ -323,7 +444,7 @@ int check(const std::string& only) {
     if (major != 9) return std::puts("this check needs a Hopper GPU (compute capability 9.0)"), 2;
     layouts();
     engine();
-    if (only != "right") ceilings(), decode_products(), model(only == "short");
+    if (only != "right") ceilings(), decode_products(), kernels(), model(only == "short");
   } catch (const std::exception& e) {
     std::printf("FAILED: %s\n", e.what());
     return 1;

@@ -1,5 +1,6 @@
 #!/bin/sh
-# Builds and runs cuda_hardware_check on one Hopper GPU: results first, sanitizers second, timings last; about 5 minutes.
+# Builds and runs cuda_hardware_check on one Hopper GPU: results first, sanitizers second, timings last; about 5 minutes
+# of the GPU, after the builds.
 #   usage: tests/cuda_hardware_check.sh [short]      its table goes to docs/gpu.md, with the lines at the top
 set -e
 cd "$(dirname "$0")/.."
@@ -10,6 +11,13 @@ date -u +%F
 git rev-parse --short HEAD
 nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem,clocks.max.sm --format=csv,noheader
 "$out" right
+echo "2. the program: greedy text of the language model, twice on the GPU and once on the CPU"
+cmake -S . -B "$out.build" -DCMAKE_BUILD_TYPE=Release -DYOCOU_CUDA=ON -DYOCOU_TESTS=OFF >/dev/null
+cmake --build "$out.build" >/dev/null
+for device in cuda cuda cpu; do
+  "$out.build/yocou" generate data/austen.safetensors -p "It is a truth" -n 200 --device $device | cksum
+done
+"$out.build/yocou" verify --shape tiny -N 1,65,300 --device cuda | tail -1
 for tool in memcheck racecheck synccheck; do
   echo "3. compute-sanitizer $tool"
   if command -v compute-sanitizer >/dev/null; then
