@@ -2653,7 +2653,7 @@ struct Command {
 };
 
 std::vector<Command> all_commands() {
-  const std::string austen = "data/austen.safetensors ", cups = "data/cups.safetensors ";
+  const std::string austen = "data/austen.safetensors ", cups = "data/cups-random.safetensors ";
   return {
       {"generate", "Continue a text, streaming it", austen + "-p \"It was\" -n 200 --temperature 0.8", generate},
       {"score", "Bits per byte and perplexity", austen + "data/austen-heldout.txt --loops 1,2,3", score},

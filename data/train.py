@@ -9,7 +9,6 @@ model there is one trainer for every task (Jane Austen's novels as bytes, the th
     train.py list                     the recipes
     train.py run NAME [NAME ...]      train; started again, it goes on from the last saved state
     train.py ship                     copy what ships from data/runs/ to data/, in BF16, once its run has finished
-    train.py tables                   the results of all finished runs, as Markdown
 
 A recipe's random numbers depend on its seed and the step alone, so a run that was interrupted ends where an
 uninterrupted one would. States and logs go to data/runs/ (ignored by git), curves and results to data/curves/.
@@ -18,7 +17,6 @@ Symbols: N tokens, D width, L layers, T loops, W window, H heads, G key-value he
 import argparse
 import csv
 import ctypes
-import glob
 import json
 import math
 import os
@@ -437,7 +435,7 @@ def shipped():
     """{file in data/: the run it comes from}"""
     S = {"austen": "austen", "austen-t1": "austen-t1", "cups-random": "cups-random-s0"}
     S.update({f"cups-t{T}": f"cups-yoco-u-t{T}-s0" for T in (1, 2, 3, 5)})
-    S.update({f"cups-{a}": f"cups-{a}-s0" for a in ("transformer", "ut", "rins", "upper-loop", "upper-loop-unshared")})
+    S.update({f"cups-{a}": f"cups-{a}-s0" for a in ("transformer", "ut", "rins", "upper-loop", "upper-loop-unshared", "transformer-8", "yoco-8")})
     S.update({f"needle-{a}": f"needle-{a}-s0" for a in ("yoco-u", "yoco", "window")})
     return S
 
@@ -551,49 +549,11 @@ def train(r):
         f.write(json.dumps(out) + "\n")
 
 
-def tables():
-    """Every finished run, from data/curves/*.json, as Markdown."""
-    R = [json.load(open(f)) for f in sorted(glob.glob(os.path.join(CURVES, "*.json")))]
-
-    def table(title, head, rows):
-        print(f"### {title}\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}")
-        for row in rows:
-            print(f"| {' | '.join(str(z) for z in row)} |")
-        print()
-
-    cost = lambda r: [r["params"] + r["embed_and_head"], f"{r['steps']:,}", f"{r['train_flops'] / 1e12:,.1f}",
-                      f"{r['wall_s'] / 60:.1f}", f"{r['cpu_s'] / 60:.1f}"]
-    costs = ["parameters", "steps", "TFLOP", "wall min", "cpu min"]
-    task = lambda t: [r for r in R if r["task"] == t]
-    for n in ("256", "1024"):
-        table(f"Austen, bits per byte on Northanger Abbey, stretches of {n} bytes", ["run"] + costs + [f"T={T}" for T in range(1, 6)],
-              [[r["name"]] + cost(r) + [r["bpb_" + n].get(str(T), "") for T in range(1, 6)] for r in task("austen")])
-    own = lambda r: r["by_loops"][str(r["draw"][0] if len(r["draw"]) == 1 else 3)]
-    group = {}
-    for r in task("cups"):
-        group.setdefault(r["name"].rsplit("-s", 1)[0], []).append(r)
-    spread = lambda v: f"{np.mean(v):.3f} ({min(v):.3f}-{max(v):.3f})" if len(v) > 1 else f"{v[0]:.3f}"
-    table("Cups, accuracy over the training length at the trained T (3 for random T): mean (min-max) over seeds",
-          ["run", "seeds", "applications"] + costs + ["all moves"] + [f"{k}-{k + 3}" for k in range(1, 41, 4)],
-          [[name, len(g), g[0]["applications"]] + cost(g[0]) + [spread([own(r)["all"] for r in g])] +
-           [f"{np.mean([own(r)['by4'][k] for r in g]):.2f}" for k in range(10)] for name, g in
-           sorted(group.items(), key=lambda z: -np.mean([own(r)["all"] for r in z[1]]))])
-    table("Cups, accuracy over the training length at another T: mean over seeds",
-          ["run", "seeds"] + [f"T={T}" for T in range(1, 11)],
-          [[name, len(g)] + [f"{np.mean([r['by_loops'][str(T)]['all'] for r in g]):.3f}" for T in range(1, 11)]
-           for name, g in group.items() if len(g[0]["by_loops"]) > 1])
-    lengths = ["96", "256", "512", "1024", "2048"]
-    table("Needles, accuracy by length (14 questions a sequence)", ["run"] + costs + ["learned"] + lengths,
-          [[r["name"]] + cost(r) + ["yes" if r["by_length"]["96"] > 0.99 else "no"] + [r["by_length"][n] for n in lengths]
-           for r in task("needle")])
-
-
 def main():
     ap = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     sub = ap.add_subparsers(dest="do", required=True)
     sub.add_parser("list", help="the recipes")
     sub.add_parser("ship", help="copy finished checkpoints to data/")
-    sub.add_parser("tables", help="results of the finished runs")
     p = sub.add_parser("run", help="train recipes in order; finished ones are skipped")
     p.add_argument("names", nargs="+")
     p.add_argument("--steps", type=int, help="instead of the recipe's (a constant-rate run may be lengthened while it runs)")
@@ -607,8 +567,6 @@ def main():
             print(f"{r['name']:32} {r['steps']:6} steps  {count(r['config']):8} parameters  T {r['draw']}")
     elif a.do == "ship":
         ship()
-    elif a.do == "tables":
-        tables()
     elif a.do == "run":
         for n in a.names:
             r = R[n]

@@ -9,6 +9,8 @@ Fences that are checked:
                            docs/ and the sources; its output follows
                            A line `> ` behind one that ends in | or do goes on with it.
   ```console volatile      the same, compared up to numbers; what was committed stays as long as only numbers differ
+and a line
+  Made by `COMMAND`:       the table behind it is what the command prints, run in the same folder
 With --update the file is rewritten; without it a difference is printed and the exit status is 1.
 """
 import difflib
@@ -72,6 +74,11 @@ def weave(path, folder):
         line = lines[i]
         out.append(line)
         i += 1
+        if made := re.fullmatch(r"Made by `(.+)`:", line):
+            while i < len(lines) and (not lines[i] or lines[i].startswith("|")):
+                i += 1
+            out += ["", *run([made[1]], folder)[1:], ""]
+            checked += 1
         if not line.lstrip().startswith("```"):
             continue
         kind = line[3:]
