@@ -82,9 +82,9 @@ inline __m256 load8(const F16* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reint
 /// The last `count` < 8 numbers of a row, zeros behind.
 template <class Num>
 inline __m256 load_tail(const Num* p, Index count) {
-  alignas(32) float v[8] = {};
-  for (Index i = 0; i < count; ++i) v[i] = to_float(p[i]);
-  return _mm256_load_ps(v);
+  Num v[8] = {};
+  std::memcpy(v, p, static_cast<std::size_t>(count) * sizeof(Num));
+  return load8(v);
 }
 
 /// Calls f with a value of the type that `t` names: the only place where a stored type becomes a C++ type.
@@ -157,34 +157,43 @@ inline constexpr Index small_work = 1 << 22;  ///< FLOP under which a second thr
 inline constexpr Index small_read = 1 << 19;  ///< provided that no more bytes of weights are read
 
 /// R rows of x against 4 rows of w, both along K: R x 4 sums in registers, 4R FMA for R + 4 loads. y [R,cols], cols <= 4.
+/// Registers they are only while every index into `sum` is a constant after unrolling: one variable index, even on a
+/// path never taken, and the compiler keeps all twelve in memory. What is needed next is asked for ahead of time: many
+/// rows of x stream from L2, and where x is few rows, w streams from memory (float32 rows come fast enough by themselves).
 template <int R, class Num>
 inline void product_tile(
     const float* x, Index ldx, const Num* w, Index ldw, Index K, float* y, Index ldy, Index cols, bool add) {
   __m256 sum[R][4] = {};
-  Index k = 0;
-  for (; k + 8 <= K; k += 8) {
+  const auto step = [&sum](const float* xk, Index ldxk, const Num* wk, Index ldwk) {
     __m256 xs[R];
-    for (int r = 0; r < R; ++r) xs[r] = load8(x + r * ldx + k);
+    for (int r = 0; r < R; ++r) xs[r] = load8(xk + r * ldxk);
     for (int c = 0; c < 4; ++c) {
-      const __m256 ws = load8(w + c * ldw + k);
+      const __m256 ws = load8(wk + c * ldwk);
       for (int r = 0; r < R; ++r) sum[r][c] = _mm256_fmadd_ps(xs[r], ws, sum[r][c]);
     }
+  };
+  Index k = 0;
+  for (; k + 8 <= K; k += 8) {
+    step(x + k, ldx, w + k, ldw);
+    if (R == 3)
+      for (int r = 0; r < R; ++r) _mm_prefetch(x + (r + R) * ldx + k, _MM_HINT_T0);
+    else if (sizeof(Num) == 2)
+      for (int c = 0; c < 4; ++c) _mm_prefetch(w + (c + 4) * ldw + k, _MM_HINT_T1);
   }
-  if (k < K)
-    for (int c = 0; c < 4; ++c)
-      for (int r = 0; r < R; ++r)
-        sum[r][c] = _mm256_fmadd_ps(load_tail(x + r * ldx + k, K - k), load_tail(w + c * ldw + k, K - k), sum[r][c]);
+  if (k < K) {  // the last columns, zeros behind
+    float xk[R][8] = {};
+    Num wk[4][8] = {};
+    for (int r = 0; r < R; ++r) std::copy_n(x + r * ldx + k, K - k, xk[r]);
+    for (int c = 0; c < 4; ++c) std::copy_n(w + c * ldw + k, K - k, wk[c]);
+    step(xk[0], 8, wk[0], 8);
+  }
+  __m128 total[R];
+  for (int r = 0; r < R; ++r) total[r] = reduce4(sum[r]);
   for (int r = 0; r < R; ++r) {
     float* to = y + r * ldy;
-    alignas(16) float out[4];
-    __m128 s = reduce4(sum[r]);
-    if (add) s = _mm_add_ps(s, cols == 4 ? _mm_loadu_ps(to) : _mm256_castps256_ps128(load_tail(to, cols)));
-    if (cols == 4) {
-      _mm_storeu_ps(to, s);
-    } else {
-      _mm_store_ps(out, s);
-      std::copy_n(out, cols, to);
-    }
+    if (cols == 4) _mm_storeu_ps(to, add ? _mm_add_ps(total[r], _mm_loadu_ps(to)) : total[r]);
+    else
+      for (Index c = 0; c < cols; ++c) to[c] = add ? total[r][c] + to[c] : total[r][c];
   }
 }
 
@@ -221,7 +230,10 @@ void product_block(
             }
             const Num* from = w + (c + j) * ldw + k0;
             Index k = 0;
-            for (; k + 8 <= width; k += 8) _mm256_store_ps(to + k, load8(from + k));
+            for (; k + 8 <= width; k += 8) {
+              _mm256_store_ps(to + k, load8(from + k));
+              _mm_prefetch(from + 4 * ldw + k, _MM_HINT_T1);  // the next four rows, while these are at work
+            }
             for (; k < width; ++k) to[k] = to_float(from[k]);
           }
           rows(static_cast<const float*>(wide), depth);
