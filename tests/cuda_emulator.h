@@ -487,6 +487,15 @@ inline void drain_all() {
 inline std::map<void*, std::size_t> allocations;  ///< device memory, to notice wrong frees and leaks
 inline std::map<const void*, int> shared_limit;   ///< by kernel, from cudaFuncSetAttribute
 
+/// Freed device memory: kept a while, full of 0xFF, to notice who still writes there.
+inline std::deque<std::pair<unsigned char*, std::size_t>> freed;
+inline void check_freed(std::size_t keep) {
+  for (const auto& [p, n] : freed)
+    if (std::any_of(p, p + n, [](unsigned char c) { return c != 0xff; }))
+      fault("device memory was written after cudaFree");
+  for (; freed.size() > keep; freed.pop_front()) std::free(freed.front().first);
+}
+
 struct Shape {
   dim3 grid, block;
   std::size_t shared;
@@ -544,9 +553,19 @@ inline cudaError_t cudaMalloc(void** p, size_t n) {
 inline cudaError_t cudaFree(void* p) {
   if (!p) return cudaSuccess;
   emu::drain_all();
-  if (!emu::allocations.erase(p)) emu::fault("cudaFree of an address that cudaMalloc did not return");
-  std::free(p);
-  return cudaSuccess;
+  const auto it = emu::allocations.find(p);
+  if (it == emu::allocations.end()) emu::fault("cudaFree of an address that cudaMalloc did not return");
+  const std::size_t n = it->second;
+  emu::allocations.erase(it);
+#if defined(__SANITIZE_ADDRESS__)
+  const bool keep = false;  // ASan notices more, and at once
+#else
+  const bool keep = n <= 1 << 16;
+#endif
+  if (!keep) return std::free(p), cudaSuccess;
+  std::memset(p, 0xff, n);
+  emu::freed.push_back({static_cast<unsigned char*>(p), n});
+  return emu::check_freed(16), cudaSuccess;
 }
 inline cudaError_t cudaMallocHost(void** p, size_t n) { return *p = std::malloc(n), cudaSuccess; }
 inline cudaError_t cudaFreeHost(void* p) { return emu::drain_all(), std::free(p), cudaSuccess; }
@@ -572,7 +591,9 @@ inline cudaError_t cudaStreamDestroy(cudaStream_t s) {
   delete &emu::of(s);
   return cudaSuccess;
 }
-inline cudaError_t cudaStreamSynchronize(cudaStream_t s) { return emu::of(s).drain(), cudaSuccess; }
+inline cudaError_t cudaStreamSynchronize(cudaStream_t s) {
+  return emu::of(s).drain(), emu::check_freed(16), cudaSuccess;
+}
 inline cudaError_t cudaDeviceSynchronize() { return emu::drain_all(), cudaSuccess; }
 inline cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode) {
   return emu::of(s).capture = std::make_unique<emu::Graph>(), cudaSuccess;

@@ -82,6 +82,10 @@ TEST_CASE("cuda engine: windows longer than a split", "[cuda]") {
   for (int i = 0; i < 3; ++i) s.pass({{0, 1}, {1, 1}});  // 511, 512 and 513 keys
   s.pass({{0, 120, Logits::none}});
   for (int i = 0; i < 2; ++i) s.pass({{0, 1}});
+  Session alone(m, {}, tokens, Dtype::bf16, 600);
+  for (int i = 0; i < 2; ++i) alone.pass({{0, 1}}), alone.pass({{0, 1}, {1, 1}});  // the buffer of parts grows between
+  alone.pass({{0, 600, Logits::none}});
+  alone.pass({{0, 1}});  // a step like the ones before, of a sequence of two splits
 }
 
 TEST_CASE("cuda engine: page edges", "[cuda]") {
@@ -216,6 +220,30 @@ TEST_CASE("cuda engine: more rows wanted than the head takes at once", "[cuda]")
   const std::vector<std::vector<int>> tokens{random_tokens(270, c.vocab_size, 1), random_tokens(5, c.vocab_size, 2)};
   Session s(m, {}, tokens, Dtype::bf16, 275);
   s.pass({{1, 5, Logits::none}, {0, 270, Logits::all}});
+}
+
+TEST_CASE("cuda experts: assignments are sorted stably", "[cuda]") {
+  emu::configure(emu::schedule(GENERATE(0, 1, 2, 3)));
+  const Index n = GENERATE(1, 256, 700);
+  const int E = 5;
+  const Buffer<int> expert(n), start(E + 1), order(n), place(n);
+  std::vector<std::vector<int>> of(E);
+  std::mt19937 rng(3);
+  for (Index i = 0; i < n; ++i) {
+    expert.get()[i] = int(rng() % 4) + 1;  // nothing for the first
+    of[std::size_t(expert.get()[i])].push_back(int(i));
+  }
+  launch({dim3(E), 256, 64}, sort_by_expert, expert.get(), n, start.get(), order.get(), place.get());
+  CUDA_CHECK(cudaDeviceSynchronize());
+  int at = 0;
+  for (int e = 0; e < E; ++e) {
+    CHECK(start.get()[e] == at);
+    for (const int i : of[std::size_t(e)]) {
+      if (order.get()[at] != i || place.get()[i] != at) FAIL("assignment " << i << " of expert " << e);
+      ++at;
+    }
+  }
+  CHECK(start.get()[E] == n);
 }
 
 TEST_CASE("cuda engine: weights stored as BF16 and F16", "[cuda]") {

@@ -161,15 +161,18 @@ double worst_error = 0;  ///< of all scenarios, as a share of the largest logit
 /// Three sequences: prefill in chunks, alone and together, with and without logits, then decode steps for all.
 void scenario(const Config& c, const Rungs& rungs, Dtype kv = Dtype::bf16, Index scale = 1) {
   const Model m(c);
-  const std::vector<std::vector<int>> sequences{random_tokens(23 * scale + 4, c.vocab_size, 1),
-      random_tokens(11 * scale + 4, c.vocab_size, 2), random_tokens(1 * scale + 4, c.vocab_size, 3)};
+  const std::vector<std::vector<int>> sequences{random_tokens(23 * scale + 6, c.vocab_size, 1),
+      random_tokens(11 * scale + 6, c.vocab_size, 2), random_tokens(1 * scale + 4, c.vocab_size, 3)};
   Session s(m, rungs, sequences, kv, 32 * scale);
   s.pass({{0, 9 * scale, Logits::none}});
   s.pass({{0, 5 * scale, Logits::last}, {1, 11 * scale, Logits::all}, {2, 1, Logits::last}});
-  s.pass({{0, 9 * scale, Logits::last}, {2, 1 * scale, Logits::none}});
+  s.pass(
+      {{2, 1 * scale, Logits::none}, {0, 9 * scale, Logits::last}});  // the second segment has a full window behind it
   for (int i = 0; i < 3; ++i) s.pass({{1, 1}, {0, 1}, {2, 1}});
   s.pass({{0, 1}});
   s.pass({{1, 1, Logits::all}});
+  s.pass({{0, 1}, {1, 1}});
+  s.pass({{0, 1, Logits::none}, {1, 1}});  // a step of the same size that is no graph's
   CHECK(s.enough());
   worst_error = std::max(worst_error, s.worst());
 }
