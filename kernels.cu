@@ -978,7 +978,7 @@ inline constexpr int tile_stages = 2;
 ///          softmax hides behind the other's products
 ///   bytes  K, V once per 64 queries and head: (64 + W) / 64 of them with a window     FLOP 4 DH (W + 64) a query run,
 ///          of which 4 DH W count
-///   bound  tensor cores. W = 512: 64 + 448 of 576 keys in each run are seen by a query on average
+///   bound  tensor cores. W = 512: each query sees 512 of the 576 keys that its tile goes over
 ///   needs  dh = DH in {64, 128}, BF16 keys in `recent` or paged layout, finite where unwritten
 ///   rung   attend reads every key once per query
 template <int DH>
