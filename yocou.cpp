@@ -2716,9 +2716,10 @@ void declare(CLI::App& app, std::vector<Command>& commands) {
         takers, [&](CLI::App& c, Options& o) { c.add_option(name, o.*to, help)->capture_default_str()->check(check); });
   };
   // One number, or several with commas where T is a list. CLI11 alone would read 010 as 8 and cut off 2^64.
-  const auto number = [&]<class T, class N>(const std::string& takers, const std::string& name, T Options::*to,
-                          const Range<N>& range, const char* help) {
-    constexpr bool list = !std::is_same_v<T, N>;
+  const auto number = [&](const std::string& takers, const std::string& name, auto Options::*to, const auto& range,
+                          const char* help) {
+    using N = std::remove_cv_t<decltype(range.low)>;
+    constexpr bool list = !std::is_same_v<std::decay_t<decltype(std::declval<Options>().*to)>, N>;
     each(takers, [&](CLI::App& c, Options& o) {
       const CLI::callback_t read = [=, &value = o.*to](const CLI::results_t& given) {
         std::vector<N> all;
