@@ -1362,10 +1362,10 @@ class CudaEngine final : public Engine {
     if (o.kv_dtype == Dtype::f16) fail("CUDA: a cache holds f32 or bf16");
     fast_attention_ = rungs.hopper && o.kv_dtype == Dtype::bf16 && (c.head_dim == 64 || c.head_dim == 128);
     if (rungs.library && !library_.found()) notice("cuBLASLt was not found: the program's own products run instead");
-    CUDA_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
     upload(w);
     allocate();
     CUDA_CHECK(cudaDeviceSynchronize());
+    CUDA_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));  // last: nothing after it throws
   }
   ~CudaEngine() override {
     forget_graphs();
