@@ -57,20 +57,24 @@ def own(g, key="all"):
     return [r["by_loops"][trained_at(r)][key] for r in g]
 
 
-def cost(name, N):
-    """Cache bytes and prefill FLOP of N tokens, by formula, for the shipped checkpoint of a run."""
-    done = subprocess.run(["yocou", "cost", HERE / (name.replace("cups-yoco-u-t", "cups-t") + ".safetensors"), "-N", str(N), "--json"],
-                          stdout=subprocess.PIPE, check=True)
-    row = json.loads(done.stdout)["rows"][0]
-    return [f"{row['cache_bytes'] / 1024:,.0f}", f"{row['prefill_flops'] / 1e6:,.1f}"]
+def cost(name):
+    """Cache bytes and prefill FLOP of 4,096 tokens, prefill FLOP of 32, by formula, for the shipped checkpoint of a run."""
+    checkpoint = HERE / (name.replace("cups-yoco-u-t", "cups-t") + ".safetensors")
+    done = subprocess.run(["yocou", "cost", checkpoint, "-N", "4096,32", "--json"], stdout=subprocess.PIPE, check=True)
+    long, short = json.loads(done.stdout)["rows"]
+    return [f"{long['cache_bytes'] / 1024:,.0f}", *(f"{row['prefill_flops'] / 1e6:,.1f}" for row in (long, short))]
 
 
-def relatives(keep):
-    groups = {name: g for name, g in runs("cups").items() if keep(name, g[0])}
+def ranked(groups):
+    """The best first."""
+    return sorted(groups.items(), key=lambda item: -mean(own(item[1])))
+
+
+def relatives(cups, keep):
     table(["run", "layer applications", "T", *WORK, "cache KiB, N = 4,096", "prefill MFLOP, N = 4,096", "prefill MFLOP, N = 32", "seeds",
            "accuracy, 32 moves"],
-          [[f"`{name}`", g[0]["applications"], trained_at(g[0]), *work(g), *cost(name, 4096), cost(name, 32)[1], len(g), spread(own(g))]
-           for name, g in sorted(groups.items(), key=lambda item: -mean(own(item[1])))])
+          [[f"`{name}`", g[0]["applications"], trained_at(g[0]), *work(g), *cost(name), len(g), spread(own(g))]
+           for name, g in ranked(cups) if keep(name, g[0])])
 
 
 def main():
@@ -91,13 +95,13 @@ def main():
         table(["positions", *(f"{a:,}-{b - 1:,}" for a, b in zip(first, first[1:] + [4096]))],
               [[f"`{name}`", *(f"{v:.3f}" for v in g.values())] for name, g in groups.items()])
     elif what == "relatives":
-        relatives(lambda name, r: not name.endswith("-8") and name not in ("cups-random", "cups-yoco-u-t2", "cups-yoco-u-t5"))
+        relatives(cups, lambda name, r: not name.endswith("-8") and name not in ("cups-random", "cups-yoco-u-t2", "cups-yoco-u-t5"))
     elif what == "applications":
-        relatives(lambda name, r: r["applications"] == 8 and name != "cups-random")
+        relatives(cups, lambda name, r: r["applications"] == 8 and name != "cups-random")
     elif what == "moves":
         table(["run", "seeds", *(f"{k}-{k + 3}" for k in range(1, 41, 4))],
               [[f"`{name}`", len(g), *(f"{mean([moves[k] for moves in own(g, 'by4')]):.2f}" for k in range(10))]
-               for name, g in sorted(cups.items(), key=lambda item: -mean(own(item[1])))])
+               for name, g in ranked(cups)])
     elif what == "loops":
         table(["run", "seeds", *(f"T = {T}" for T in range(1, 11))],
               [[f"`{name}`", len(g), *(f"{mean([r['by_loops'][str(T)]['all'] for r in g]):.3f}" for T in range(1, 11))]
