@@ -314,9 +314,10 @@ TEST_CASE("cuda program: score, eval and trace", "[cuda][program]") {
     return cpu.is_null() ? gpu.is_null()
                          : std::fabs(cpu.get<double>() - gpu.get<double>()) <= share * std::fabs(cpu.get<double>());
   };
-  char folder[] = "/tmp/yocou-cuda-XXXXXX";
-  REQUIRE(mkdtemp(folder));
-  const std::string text = std::string(folder) + "/text", tasks = std::string(folder) + "/tasks";
+  const std::filesystem::path folder =
+      std::filesystem::temp_directory_path() / ("yocou-cuda-" + std::to_string(getpid()));
+  REQUIRE(std::filesystem::create_directory(folder));
+  const std::string text = folder / "text", tasks = folder / "tasks";
   {
     std::ofstream(text) << "The family of Dashwood had long been settled";
     std::ifstream all(data + "cups.jsonl");
