@@ -150,11 +150,21 @@ struct Product {
 };
 // [product]
 
-inline constexpr Index depth = 1024;  ///< columns of K summed in registers before y is touched; part of the result
-inline constexpr Index strip = 64;    ///< rows of w that one thread takes at a time
-inline constexpr Index panel = 192;   ///< rows of x that pass over a strip together: 192 x 1024 x 4 B stay in L2
+inline constexpr Index depth = 512;  ///< columns of K summed in registers before y is touched; part of the result
+inline constexpr Index strip = 64;   ///< rows of w that one thread takes at a time
+inline constexpr Index panel = 192;  ///< rows of x that pass over a strip together: 192 x 512 x 4 B stay in L2
 inline constexpr Index small_work = 1 << 22;  ///< FLOP under which a second thread costs more than it brings,
-inline constexpr Index small_read = 1 << 19;  ///< provided that no more bytes of weights are read
+inline constexpr Index small_read = 1 << 18;  ///< provided that no more bytes of weights are read
+
+/// Cuts n rows into tiles of three, two or one: calls f(tile, i), where tile() is R. Four are two and two: one row alone
+/// would wait for each of its sums.
+template <class F>
+inline void for_tiles(Index n, F&& f) {
+  Index i = 0;
+  for (; n - i == 3 || n - i > 4; i += 3) f(std::integral_constant<int, 3>{}, i);
+  for (; n - i >= 2; i += 2) f(std::integral_constant<int, 2>{}, i);
+  if (i < n) f(std::integral_constant<int, 1>{}, i);
+}
 
 /// R rows of x against 4 rows of w, both along K: R x 4 sums in registers, 4R FMA for R + 4 loads. y [R,cols], cols <= 4.
 /// Registers they are only while every index into `sum` is a constant after unrolling: one variable index, even on a
@@ -177,7 +187,7 @@ inline void product_tile(
     step(x + k, ldx, w + k, ldw);
     if (R == 3)
       for (int r = 0; r < R; ++r) _mm_prefetch(x + (r + R) * ldx + k, _MM_HINT_T0);
-    else if (sizeof(Num) == 2)
+    else
       for (int c = 0; c < 4; ++c) _mm_prefetch(w + (c + 4) * ldw + k, _MM_HINT_T1);
   }
   if (k < K) {  // the last columns, zeros behind
@@ -214,10 +224,9 @@ void product_block(
           const float* xs = x + k0;
           float* ys = y + c;
           const bool more = add || k0 > 0;
-          Index i = 0;
-          for (; i + 3 <= n; i += 3) product_tile<3>(xs + i * ldx, ldx, ws, ld, width, ys + i * ldy, ldy, cols, more);
-          if (n - i == 2) product_tile<2>(xs + i * ldx, ldx, ws, ld, width, ys + i * ldy, ldy, cols, more);
-          if (n - i == 1) product_tile<1>(xs + i * ldx, ldx, ws, ld, width, ys + i * ldy, ldy, cols, more);
+          for_tiles(n, [&](auto tile, Index i) {
+            product_tile<tile()>(xs + i * ldx, ldx, ws, ld, width, ys + i * ldy, ldy, cols, more);
+          });
         };
         if (n <= 6 && cols == 4) {
           rows(w + c * ldw + k0, ldw);
@@ -452,21 +461,21 @@ inline Index query_tile(Index R, Index reach) {
   return std::clamp<Index>(96 / R, 1, std::max<Index>(16, std::min<Index>(reach, 1024) / 4));
 }
 
-/// The R = H/G query heads of KV head g, queries i0 .. i0+b-1 of a part: O = softmax(Q K^T / sqrt(dh)) V, query at
-/// position p over positions max(0, p-reach+1) .. p.
+/// R query heads from h0 on, all of one KV head g, queries i0 .. i0+b-1 of a part: O = softmax(Q K^T / sqrt(dh)) V,
+/// query at position p over positions max(0, p-reach+1) .. p.
 ///   Q, O   [n,H dh] of the pass, R neighbouring heads of a row used
 ///   cost   4 R dh FLOP per (query, admitted key); reads each K, V row once for all R b rows of the tile
 /// Online softmax: per row the running maximum m, the sum l of e^(s-m) and O; a step of 64 keys rescales l and O by
 /// e^(m_old - m_new). Returns the FLOP of the keys admitted.
-std::uint64_t attention_tile(const Config& c, const Part& part, const Keys& keys, Index g, Index i0, Index b,
+std::uint64_t attention_tile(const Config& c, const Part& part, const Keys& keys, Index h0, Index R, Index i0, Index b,
     const float* Q, float* O, AttentionScratch& t) {
-  const Index R = c.group(), dh = c.head_dim, rows = b * R, H = c.heads;
+  const Index dh = c.head_dim, rows = b * R, H = c.heads, g = h0 / c.group();
   const float scale = static_cast<float>(1 / std::sqrt(static_cast<double>(dh)));
   const Cache& cache = part.sequence->caches[keys.cache];
   const Index cached = keys.K ? part.p0 : part.p0 + part.n;
 
   for (Index i = 0; i < b; ++i) {  // gather [b R,dh]; a row's R heads are neighbours
-    const float* from = Q + ((part.first + i0 + i) * H + g * R) * dh;
+    const float* from = Q + ((part.first + i0 + i) * H + h0) * dh;
     for (Index e = 0; e < R * dh; ++e) t.q[i * R * dh + e] = from[e] * scale;
   }
   std::fill_n(t.o, rows * dh, 0.f);
@@ -531,9 +540,9 @@ std::uint64_t attention_tile(const Config& c, const Part& part, const Keys& keys
         using Num = decltype(num);
         const auto mix = [&](const auto* v, Index stride) {
           const float* P = t.s + at;
-          Index r = 0;
-          for (; r + 3 <= rows; r += 3) mix_tile<3>(P + r * key_tile, key_tile, v, stride, run.count, t.o + r * dh, dh);
-          for (; r < rows; ++r) mix_tile<1>(P + r * key_tile, key_tile, v, stride, run.count, t.o + r * dh, dh);
+          for_tiles(rows, [&](auto tile, Index r) {
+            mix_tile<tile()>(P + r * key_tile, key_tile, v, stride, run.count, t.o + r * dh, dh);
+          });
         };
         const auto* v = static_cast<const Num*>(run.v);
         if (std::is_same_v<Num, float> || rows <= 6) return mix(v, run.stride);
@@ -545,7 +554,7 @@ std::uint64_t attention_tile(const Config& c, const Part& part, const Keys& keys
   }
   for (Index r = 0; r < rows; ++r) {
     const float inverse = 1 / t.sum[r];
-    float* to = O + ((part.first + i0 + r / R) * H + g * R + r % R) * dh;
+    float* to = O + ((part.first + i0 + r / R) * H + h0 + r % R) * dh;
     for (Index e = 0; e < dh; ++e) to[e] = t.o[r * dh + e] * inverse;
   }
   return 4 * admitted * static_cast<std::uint64_t>(dh);
@@ -874,7 +883,7 @@ class CpuEngine final : public Engine {
 
   /// O [n,H dh] of the pass: tiles of queries by KV head by sequence, spread over the threads.
   void attention(const Keys& keys, const float* Q, float* O) {
-    const Index b = query_tile(c_.group(), keys.reach), G = c_.kv_heads;
+    const Index b = query_tile(c_.group(), keys.reach);
     tiles_.clear();
     Index work = 0;
     for (const Part& part : parts_) {
@@ -884,12 +893,17 @@ class CpuEngine final : public Engine {
       const Index cached = std::min(keys.K ? part.p0 : part.p0 + part.n, keys.reach);
       counters.bytes += static_cast<std::uint64_t>(2 * cached * c_.kv_dim() * size_of(options_.kv_dtype));
     }
+    // A task takes a group's R heads, which share each row of K and V; fewer where that would leave threads idle.
+    Index R = c_.group();
+    const auto idle = [&] { return std::ssize(tiles_) * c_.heads / R < omp_get_max_threads(); };
+    while (c_.group() % R || (R > 1 && idle())) --R;
+    const Index tasks = c_.heads / R;  // a tile
     std::uint64_t flops = 0;
-#pragma omp parallel for schedule(dynamic) if (work > small_work) reduction(+ : flops)
-    for (Index i = 0; i < std::ssize(tiles_) * G; ++i) {
-      const auto [part, i0] = tiles_[i / G];
-      flops +=
-          attention_tile(c_, *part, keys, i % G, i0, std::min(b, part->n - i0), Q, O, scratch_[omp_get_thread_num()]);
+#pragma omp parallel for schedule(dynamic) if (work > small_work / 8) reduction(+ : flops)
+    for (Index i = 0; i < std::ssize(tiles_) * tasks; ++i) {
+      const auto [part, i0] = tiles_[i / tasks];
+      flops += attention_tile(
+          c_, *part, keys, i % tasks * R, R, i0, std::min(b, part->n - i0), Q, O, scratch_[omp_get_thread_num()]);
     }
     counters.flops += flops;
   }

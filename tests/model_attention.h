@@ -208,11 +208,13 @@ struct Attend {
     if (poison) std::fill_n(t.q, rows * (2 * dh + key_tile + 2) + key_tile * dh, std::nanf(""));
     Floats O(static_cast<std::size_t>(n * c.q_dim()), std::nanf(""));
     flops = 0;
-    for (Index g = 0; g < c.kv_heads; ++g)
+    const Index R = together ? together : c.group();
+    for (Index h = 0; h < c.heads; h += R)
       for (Index i = 0; i < n; i += b)
-        flops += attention_tile(c, part, keys, g, i, std::min(b, n - i), Q.data(), O.data(), t);
+        flops += attention_tile(c, part, keys, h, R, i, std::min(b, n - i), Q.data(), O.data(), t);
     return O;
   }
+  Index together = 0;               ///< heads a tile takes, a divisor of a group's; 0: all of the group
   mutable std::uint64_t flops = 0;  ///< that the last call reported
 
   /// The definition, in double.
@@ -283,6 +285,23 @@ TEST_CASE("attention by definition: window and full, prefill and decode, every w
         for (Index p = p0; p < p0 + n; ++p)
           for (Index j = 0; j <= p; ++j) keys += reach == 0 || j > p - reach;
         CHECK(a.flops == keys * 4 * static_cast<std::uint64_t>(a.c.q_dim()));
+      }
+}
+
+TEST_CASE("a group's heads by themselves or together: the same bits", "[attention]") {
+  for (const auto& [p0, n] : {std::pair<Index, Index>{300, 1}, {70, 2}, {0, 90}})
+    for (const Index reach : {0, 65})
+      for (const Dtype kv : {Dtype::f32, Dtype::bf16}) {
+        Attend a = random_attention(12, 2, 40, p0, n, reach);
+        a.kv = kv;
+        const Floats all = a();
+        const std::uint64_t flops = a.flops;
+        for (const Index together : {1, 2, 3}) {
+          CAPTURE(p0, n, reach, together);
+          a.together = together;
+          same(a(), all);
+          CHECK(a.flops == flops);
+        }
       }
 }
 
