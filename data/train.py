@@ -435,7 +435,8 @@ def recipes():
 
 def shipped():
     """{file in data/: the run it comes from}"""
-    S = {"austen": "austen", "austen-t1": "austen-t1", "cups-random": "cups-random-s0"}
+    S = {a: a for a in ("austen", "austen-t1", "austen-t3", "austen-t3-short-s1")}
+    S["cups-random"] = "cups-random-s0"
     S.update({f"cups-t{T}": f"cups-yoco-u-t{T}-s0" for T in (1, 2, 3, 5)})
     S.update({f"cups-{a}": f"cups-{a}-s0" for a in ("transformer", "ut", "rins", "upper-loop", "upper-loop-unshared", "transformer-8", "yoco-8")})
     S.update({f"needle-{a}": f"needle-{a}-s0" for a in ("yoco-u", "yoco", "window")})
