@@ -499,10 +499,16 @@ std::uint64_t attention_tile(const Config& c, const Part& part, const Keys& keys
         j += run.count;
       }
     };
-    each_run([&](const Run& run, Index at) {  // S [rows,64] = Q K^T
+    each_run([&](const Run& run, Index at) {  // S [rows,64] = Q K^T, four keys at a time while their V is on its way
       with_type(run.dtype, [&](auto num) {
-        product_block(t.q, dh, rows, static_cast<const decltype(num)*>(run.k), run.stride, run.count, dh, t.s + at,
-            key_tile, /*add=*/false);
+        using Num = decltype(num);
+        const auto *k = static_cast<const Num*>(run.k), *v = static_cast<const Num*>(run.v);
+        for (Index j = 0; j < run.count; j += 4, k += 4 * run.stride) {
+          const Index some = std::min<Index>(4, run.count - j);
+          for (Index i = 0; i < some; ++i, v += run.stride)
+            for (Index e = 0; e < dh; e += 64 / size_of(run.dtype)) _mm_prefetch(v + e, _MM_HINT_T1);
+          product_block(t.q, dh, rows, k, run.stride, some, dh, t.s + at + j, key_tile, /*add=*/false);
+        }
       });
     });
     // [softmax]

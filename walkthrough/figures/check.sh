@@ -3,6 +3,7 @@
 # Without --update each is compared with the committed SVG. One drawn by another version of gnuplot or graphviz is not
 # compared, and said so; one that cannot be drawn fails.
 set -u
+for tool in yocou gnuplot dot; do command -v $tool >/dev/null || { echo "check.sh: no $tool on PATH" >&2; exit 1; }; done
 figures=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$figures/../.." && pwd)
 update=; [ "${1-}" = --update ] && update=1 && shift
