@@ -169,7 +169,7 @@ inline void for_tiles(Index n, F&& f) {
 /// R rows of x against 4 rows of w, both along K: R x 4 sums in registers, 4R FMA for R + 4 loads. y [R,cols], cols <= 4.
 /// Registers they are only while every index into `sum` is a constant after unrolling: one variable index, even on a
 /// path never taken, and the compiler keeps all twelve in memory. What is needed next is asked for ahead of time: many
-/// rows of x stream from L2, and where x is few rows, w streams from memory (float32 rows come fast enough by themselves).
+/// rows of x stream from L2, and where x is few rows, w streams from memory.
 template <int R, class Num>
 inline void product_tile(
     const float* x, Index ldx, const Num* w, Index ldw, Index K, float* y, Index ldy, Index cols, bool add) {
