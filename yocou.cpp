@@ -153,8 +153,8 @@ struct Product {
 inline constexpr Index depth = 512;  ///< columns of K summed in registers before y is touched; part of the result
 inline constexpr Index strip = 64;   ///< rows of w that one thread takes at a time
 inline constexpr Index panel = 192;  ///< rows of x that pass over a strip together: 192 x 512 x 4 B stay in L2
-inline constexpr Index small_work = 1 << 22;  ///< FLOP under which a second thread costs more than it brings,
-inline constexpr Index small_read = 1 << 18;  ///< provided that no more bytes of weights are read
+inline constexpr Index small_work = 1 << 22;  ///< FLOP of products (an eighth elsewhere) under which threads cost more,
+inline constexpr Index small_read = 1 << 18;  ///< provided that no more bytes of weights than this are read
 
 /// Cuts n rows into tiles of three, two or one: calls f(tile, i), where tile() is R. Four are two and two: one row alone
 /// would wait for each of its sums.
@@ -506,7 +506,7 @@ std::uint64_t attention_tile(const Config& c, const Part& part, const Keys& keys
         for (Index j = 0; j < run.count; j += 4, k += 4 * run.stride) {
           const Index some = std::min<Index>(4, run.count - j);
           for (Index i = 0; i < some; ++i, v += run.stride)
-            for (Index e = 0; e < dh; e += 64 / size_of(run.dtype)) _mm_prefetch(v + e, _MM_HINT_T1);
+            for (Index e = 0; e < dh; e += 64 / sizeof(Num)) _mm_prefetch(v + e, _MM_HINT_T1);
           product_block(t.q, dh, rows, k, run.stride, some, dh, t.s + at + j, key_tile, /*add=*/false);
         }
       });
@@ -887,7 +887,7 @@ class CpuEngine final : public Engine {
   }
   // [layer]
 
-  /// O [n,H dh] of the pass: tiles of queries by KV head by sequence, spread over the threads.
+  /// O [n,H dh] of the pass: tiles of queries by heads by sequence, spread over the threads.
   void attention(const Keys& keys, const float* Q, float* O) {
     const Index b = query_tile(c_.group(), keys.reach);
     tiles_.clear();

@@ -413,11 +413,10 @@ def recipes():
 
     mixed = [1, 2, 3, 3, 3, 4]                                             # T of a step: 3 half the time
     add("austen", "austen", "yoco-u", 3, late={**longer, "draw": mixed})  # T = 3, then mixed
-    add("austen-t1", "austen", "yoco-u", 1, steps=900, decay=0.17)                     # no loops
-    add("austen-t3", "austen", "yoco-u", 3, steps=900, decay=0.17)                     # its twin: T = 3, the same steps
-    add("austen-t3-short", "austen", "yoco-u", 3, steps=500, decay=0.17)               # another: T = 3, the same FLOPs
-    add("austen-t1-s1", "austen", "yoco-u", 1, steps=900, decay=0.17, seed=1)          # the same pair once more
-    add("austen-t3-short-s1", "austen", "yoco-u", 3, steps=500, decay=0.17, seed=1)
+    for s, end in ((0, ""), (1, "-s1")):
+        add("austen-t1" + end, "austen", "yoco-u", 1, seed=s, steps=900, decay=0.17)         # no loops
+        add("austen-t3-short" + end, "austen", "yoco-u", 3, seed=s, steps=500, decay=0.17)   # its twin: T = 3, the same FLOPs
+    add("austen-t3", "austen", "yoco-u", 3, steps=900, decay=0.17)                     # another: T = 3, the same steps
     add("austen-mixed", "austen", "yoco-u", 3, draw=mixed)                 # mixed from the first step
     for s in range(3):
         add(f"cups-random-s{s}", "cups", "yoco-u", 3, seed=s, draw=[1, 2, 3, 4, 5], steps=4000)

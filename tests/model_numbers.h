@@ -136,7 +136,7 @@ struct Stored {
 TEST_CASE("products of awkward sizes equal a double loop, and a row's result is its own", "[products]") {
   const Index rows_of_x[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 191, 192, 193},
               rows_of_w[] = {1, 2, 3, 4, 5, 7, 63, 64, 65, 130};
-  const Index depths[] = {1, 7, 8, 9, 63, 64, 65, 511, 512, 513, 1025, 2050};
+  const Index depths[] = {1, 7, 8, 9, 63, 64, 65, 511, 512, 513, 1023, 1024, 1025, 2050};
   Index turn = 0;
   for (const Index K : depths)
     for (const Index m : rows_of_w)
