@@ -1,6 +1,11 @@
 /// @file
-/// yocou.h -- what the CPU program (yocou.cpp) and the CUDA kernels (kernels.cu) share: the shape of a model, its
-/// weights, and the one interface through which every command runs it.
+/// yocou.h -- the page of definitions: what a model is, where it keeps what (Plan), in which order it runs
+/// (run_stages()), and the one interface through which every command runs it. Behind it stand four rooms:
+///
+///   yocou.cpp       the model on the CPU, prefill and decode, the accounting
+///   checkpoint.cpp  architectures, shapes, configs, files
+///   kernels.cu      the model on a GPU
+///   main.cpp        the machine and the commands
 ///
 /// Symbols, the same in comments, formulas, tests and prose (the paper's where it has one):
 ///
@@ -13,14 +18,21 @@
 /// Shapes are written [rows,cols], row-major, outermost first. A cost line gives FLOP (2 x multiply-adds) and bytes.
 /// Papers: YOCO-U = arXiv 2604.01220, YOCO = arXiv 2405.05254.
 #pragma once
+#include <algorithm>
+#include <csignal>
 #include <cstdint>
+#include <cstdlib>
 #include <functional>
+#include <limits>
 #include <memory>
+#include <nlohmann/json_fwd.hpp>
 #include <optional>
+#include <random>
 #include <span>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -42,11 +54,25 @@ struct Error : std::runtime_error {
 };
 
 /// Throws Error with its arguments written one after another.
-template <class... Part>
-[[noreturn]] void fail(const Part&... part) {
+template <class... Word>
+[[noreturn]] void fail(const Word&... word) {
   std::ostringstream line;
-  (line << ... << part);
+  (line << ... << word);
   throw Error(line.str());
+}
+
+/// Wrong use of the command line: exit status 2.
+struct Usage : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+/// Set by SIGINT; every pass and every long loop looks at it.
+extern volatile std::sig_atomic_t interrupted;
+/// What stop_if_interrupted() throws.
+struct Interrupted {};
+/// Throws Interrupted once SIGINT has come.
+inline void stop_if_interrupted() {
+  if (interrupted) throw Interrupted{};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -210,6 +236,85 @@ void for_each_tensor(const Config& c, W& w, Visit&& visit) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// The schedule, the same for every engine
+
+// [plan]
+/// What one (stage, loop, layer) keeps of a sequence.
+enum class Keeps : std::uint8_t {
+  ring,    ///< K and V of the last W positions
+  blocks,  ///< K and V of all positions, in blocks of 256 rows
+  global,  ///< K^, V^: blocks that every layer of the shared stage reads
+};
+
+/// One entry of what a sequence keeps.
+struct Kept {
+  Keeps what = Keeps::blocks;  ///< the kind
+  Index window = 0;            ///< W of a ring
+};
+
+/// One application of a layer.
+struct Place {
+  Index stage = 0;  ///< which stage
+  Index loop = 0;   ///< from 0
+  Index layer = 0;  ///< in its stage, from 0
+  Index kept = 0;   ///< the entry of Plan::kept that its queries read
+};
+
+/// Where a model keeps what: for every (stage, loop, layer) what it writes, and which entry its queries read. Window and
+/// full stages keep rows of their own for every (loop, layer), for a position's keys differ from loop to loop; a shared
+/// stage has one K^, V^ for all, or one a loop with refresh_kv.
+struct Plan {
+  /// One loop of a stage.
+  struct Loop {
+    Index stage;    ///< which stage
+    Index loop;     ///< from 0
+    bool projects;  ///< K^, V^ are first projected from the state that enters
+    bool narrows;   ///< only rows whose logits are wanted go on from here: prefill's early stop
+    Index first;    ///< the entry of layer 0
+    Index stride;   ///< from a layer's entry to the next one's: 1, or 0 where all read the same
+  };
+  std::vector<Kept> kept;   ///< of a sequence
+  std::vector<Loop> loops;  ///< in the order in which they run
+
+  Plan() = default;
+  /// The plan of a config.
+  explicit Plan(const Config& c) {
+    for (Index s = 0; s < std::ssize(c.stages); ++s) {
+      const Stage& stage = c.stages[static_cast<std::size_t>(s)];
+      const bool shared = stage.attention == Attention::shared, ring = stage.attention == Attention::window;
+      const Keeps what = shared ? Keeps::global : ring ? Keeps::ring : Keeps::blocks;
+      for (Index t = 0; t < stage.loops; ++t) {
+        const bool projects = shared && (t == 0 || stage.refresh_kv);
+        const Index entries = !shared ? stage.layers : projects ? 1 : 0;
+        const Index first = std::ssize(kept) - (shared && !projects ? 1 : 0);
+        const bool narrows = shared && t == (stage.refresh_kv ? stage.loops - 1 : 0);
+        loops.push_back({s, t, projects, narrows, first, /*stride=*/shared ? 0 : 1});
+        kept.insert(kept.end(), static_cast<std::size_t>(entries), Kept{what, stage.window});
+      }
+    }
+  }
+};
+// [plan]
+
+// [run-stages]
+/// Runs a pass through all stages: USD(X), the self-decoder's layers T times over with the same weights; K^, V^ from the
+/// state that leaves it; the cross-decoder. The same lines are the Transformer (one full stage), UT (looped), RINS (two
+/// full stages) and the ablations. An engine supplies the operations:
+///   project_global(loop)   K^, V^ [n,G dh] from the rows of X, appended to the global cache
+///   keep_wanted_rows()     drops the rows whose logits nobody wants; false when none is left
+///   layer(place)           X = one layer's application to X [n,D]
+template <class Operations>
+void run_stages(const Config& c, const Plan& plan, Operations&& engine) {
+  for (const Plan::Loop& loop : plan.loops) {
+    if (loop.projects) engine.project_global(loop);
+    if (loop.narrows && !engine.keep_wanted_rows()) return;
+    for (Index l = 0; l < c.stages[static_cast<std::size_t>(loop.stage)].layers; ++l)
+      engine.layer(Place{loop.stage, loop.loop, l, loop.first + l * loop.stride});
+  }
+}
+// [run-stages]
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Running a model
 
 /// Which positions of a segment need logits.
@@ -287,9 +392,287 @@ class Engine {
   std::function<void(const Application&)> on_layer;  ///< called after every layer application, when set
 };
 
+/// The CPU engine (yocou.cpp). It keeps a copy of the config; the weights stay the caller's.
+std::unique_ptr<Engine> make_cpu_engine(const Config&, const Weights&, const EngineOptions&);
 #ifdef YOCOU_CUDA
 /// The CUDA engine (kernels.cu). Throws Error when there is no suitable device.
 std::unique_ptr<Engine> make_cuda_engine(const Config&, const Weights&, const EngineOptions&);
 #endif
+
+/// Allocates and touches what `batch` sequences of N tokens keep, calls `then` with the bytes that the arena counted
+/// while they are held, and gives them back.
+void hold_caches(const Config&, Dtype, Index N, Index batch, const std::function<void(Index bytes)>& then);
+
+/// Runs a prompt in chunks; the last row's logits [V]. Chunks but the last want no logits: they stop below the
+/// cross-decoder, and memory for activations is one chunk's, whatever N. Calls after(tokens done) after each chunk.
+void prefill(Engine&, int sequence, std::span<const int> tokens, Index chunk, float* logits,
+    const std::function<void(Index)>& after = {});
+
+/// One decode step: each sequence's next token; logits [sequences,V].
+void decode(Engine&, std::span<const int> sequences, std::span<const int> tokens, float* logits);
+
+/// Runs tokens with all logits, chunk by chunk: use(first position, rows, logits [rows,V]). For scoring.
+void forward_all(Engine&, const Config&, int sequence, std::span<const int> tokens, Index chunk,
+    const std::function<void(Index, Index, const float*)>& use);
+
+/// The largest of logits [V]; ties: the lower id.
+int greedy(std::span<const float> logits);
+/// One token for a row of logits [V] and a number u in [0, 1).
+int draw(std::span<const float> logits, const Sampling&, double u);
+
+/// A seeded source of draws.
+struct Sampler : Sampling {
+  std::mt19937_64 random;  ///< the source
+
+  /// The next number in [0, 1).
+  double uniform() { return static_cast<double>(random() >> 11) * 0x1p-53; }
+  /// One token for a row of logits [V].
+  int operator()(std::span<const float> logits) { return draw(logits, *this, temperature == 0 ? 0 : uniform()); }
+};
+
+/// Numbers as they are stored, from float32: nearest, ties to even.
+void narrow(const float* from, Index count, Dtype, void* to);
+/// Numbers first .. first+count-1 of a tensor as float32.
+void widen(const Tensor& from, Index first, Index count, float* to);
+
+/// Threads that a parallel region gets; 1 in a build without OpenMP.
+int thread_count();
+/// Sets it.
+void set_thread_count(Index threads);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Costs
+
+/// An unsigned integer of 128 bits that throws Error rather than wrap.
+struct Exact {
+  unsigned __int128 v = 0;                                      ///< the number
+  Exact(Index n = 0) : v(static_cast<unsigned __int128>(n)) {}  // NOLINT: formulas read better with plain sizes in them
+  /// The exact sum.
+  friend Exact operator+(Exact a, const Exact& b) {
+    if (__builtin_add_overflow(a.v, b.v, &a.v)) fail("a cost exceeds 2^128");
+    return a;
+  }
+  /// The exact product.
+  friend Exact operator*(Exact a, const Exact& b) {
+    if (__builtin_mul_overflow(a.v, b.v, &a.v)) fail("a cost exceeds 2^128");
+    return a;
+  }
+  /// Adds.
+  Exact& operator+=(const Exact& o) { return *this = *this + o; }
+  /// By value.
+  auto operator<=>(const Exact&) const = default;
+  /// To 53 bits.
+  explicit operator double() const { return static_cast<double>(v); }
+};
+/// All digits.
+std::string to_string(Exact);
+
+/// A symbol of a formula and its number.
+struct Factor {
+  const char* symbol;  ///< "D", "6", "T"
+  Exact value;         ///< 2560, 6, 3
+};
+/// A product of factors: one line of a bill.
+struct Term {
+  std::string of;               ///< what it pays for: "self: q"
+  std::vector<Factor> factors;  ///< multiplied
+  /// The product.
+  Exact value() const;
+  /// "2 D (H dh) T = 2 x 2560 x 2560 x 3 = 39321600"
+  std::string text() const;
+};
+/// A cost as a sum of products: it computes, and it explains itself.
+using Bill = std::vector<Term>;
+/// The sum.
+Exact total(const Bill&);
+
+/// Rows of blocks that hold N tokens: blocks are allocated whole.
+Index paged_rows(Index N);
+/// The keys that the positions p0 .. p1-1 see together, at most W each (0: no bound).
+Exact keys_seen(Index p0, Index p1, Index W);
+/// Bytes of cache of one sequence after N tokens, s bytes a number.
+Bill cache_bill(const Config&, Index N, Index s);
+/// FLOP of running positions p0 .. p1-1 of one sequence, of which the last `wanted` get logits.
+Bill flops_bill(const Config&, Index p0, Index p1, Index wanted);
+/// Stored elements, loops counted once, embedding and head left out; with so many of the E experts.
+Bill params_bill(const Config&, Index experts);
+/// Bytes that the decode step of a batch after N tokens must read: each weight once per loop that uses it (of E experts
+/// at most min(E, batch x active)), the head, one embedding row a sequence, and every cached row that is seen; w bytes a
+/// weight, s bytes a cached number.
+Bill decode_bytes_bill(const Config&, Index N, Index batch, Index w, Index s);
+
+/// total(cache_bill()).
+Exact cache_bytes(const Config&, Index N, Index s);
+/// A prefill of N tokens: all positions, logits of the last.
+Exact prefill_flops(const Config&, Index N);
+/// The decode step after N tokens.
+Exact decode_flops(const Config&, Index N);
+/// total(decode_bytes_bill()).
+Exact decode_bytes(const Config&, Index N, Index batch, Index w, Index s);
+
+/// Tokens that costs answer for.
+inline constexpr Index N_limit = Index{1} << 40;
+/// The largest n in [0, limit] for which ok(n), where ok holds up to some n and not beyond.
+Index largest(Index limit, const std::function<bool(Index)>& ok);
+/// The smallest N from which on a prefill of `c` costs less than one of `other`; none when that is never.
+std::optional<Index> crossover(const Config& c, const Config& other);
+
+/// Stored elements; loops count once.
+struct Params {
+  Exact params;  ///< without embedding and head, norm gains included
+  Exact active;  ///< the same with experts x active/experts
+  Exact embed;   ///< V D
+  Exact head;    ///< V D, 0 when tied
+
+  /// All that are stored.
+  Exact all() const { return params + embed + head; }
+};
+/// Counts a config's parameters by formula.
+Params count_params(const Config&);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Architectures, configs, files (checkpoint.cpp)
+
+/// JSON with 128-bit integers, so that costs print exactly; keys stay in order.
+using Json = nlohmann::basic_json<nlohmann::ordered_map, std::vector, std::string, bool, __int128, unsigned __int128>;
+/// Words of any kind.
+using Names = std::vector<std::string>;
+/// "a, b, c".
+std::string join(const Names&, const char* between = ", ");
+/// "F32", "BF16", "F16".
+const std::string& name_of(Dtype);
+/// JSON text that is valid UTF-8 whatever is in it; with `ascii`, control and other special characters are escaped.
+std::string dump(const Json&, bool ascii = false);
+/// Text with U+FFFD for what is not UTF-8.
+std::string valid(const std::string& text);
+/// Parses JSON. Throws Error for a syntax error, a duplicate key, and nesting deeper than 32.
+Json parse_json(std::string_view text, const std::string& where);
+/// A value from a file as it may be shown: quoted, escaped, not too long.
+std::string quote(const Json&);
+
+/// As the low end of a range: all that is above 0.
+inline constexpr double above_0 = std::numeric_limits<double>::denorm_min();
+/// The numbers from low to high.
+template <class T>
+struct Range {
+  T low;   ///< the least
+  T high;  ///< the largest
+  /// Whether it holds v.
+  bool has(T v) const { return v >= low && v <= high; }
+  /// As a message says it: "an integer from 1 to 4096".
+  std::string text() const {
+    std::ostringstream s;
+    s << (std::is_integral_v<T> ? "an integer" : "a number");
+    if (static_cast<double>(low) == above_0) s << " above 0, at most " << high;
+    else s << " from " << low << " to " << high;
+    return s.str();
+  }
+};
+/// What sizes of a model may be.
+inline constexpr Range<Index> sizes{1, std::numeric_limits<std::int32_t>::max()};
+/// What numbers of layers and loops may be.
+inline constexpr Range<Index> counts{1, 4096};
+
+/// A named architecture: its stages in terms of L and T, and its costs as the paper's Table 1 states them (those of
+/// rins and upper-loop* in the same terms, by the formulas of the accounting).
+struct Arch {
+  /// One stage.
+  struct Part {
+    const char* name;      ///< of the stage
+    Attention attention;   ///< what its queries read
+    bool half;             ///< L/2 layers, otherwise L
+    bool looped = false;   ///< x T
+    bool refresh = false;  ///< refresh_kv
+  };
+  std::string name;         ///< its label
+  Index loops;              ///< default T
+  std::vector<Part> parts;  ///< its stages
+  const char* kv_cache;     ///< big-O, as the next two
+  const char* prefill;      ///< of a prompt
+  const char* decode;       ///< of a step
+
+  /// Whether a stage is marked x T.
+  bool takes_loops() const { return parts.front().looped || parts.back().looped; }
+  /// Whether --window means anything.
+  bool takes_window() const { return parts.front().attention == Attention::window; }
+};
+/// All of them.
+const std::vector<Arch>& archs();
+/// The named one, or null.
+const Arch* find_arch(const std::string& name);
+/// Sets T of the stage that the architecture marks x T; 0 keeps it. Returns its T, 1 when nothing loops. Throws Usage
+/// when there is no such stage.
+Index set_loops(Config&, Index T);
+
+/// Overrides of a shape; 0: keep.
+struct ShapeOptions {
+  Index layers = 0;  ///< L
+  Index window = 0;  ///< W
+  Index loops = 0;   ///< T
+};
+/// Names of the shapes.
+const Names& shape_names();
+/// A shape as an architecture. Throws Usage for an unknown name and for an override that the architecture cannot take.
+Config make_config(const std::string& shape, const std::string& arch, const ShapeOptions&);
+/// The config of a checkpoint. Throws Error naming `path`, the key, what was expected and what was found.
+Config read_config(const Json&, const std::string& path);
+/// The config as JSON, every key written out; what read_config() reads.
+Json config_json(Config);
+
+/// A regular file, mapped read-only.
+class MappedFile {
+ public:
+  /// Throws Error naming the path.
+  explicit MappedFile(const std::string& path);
+  MappedFile(const MappedFile&) = delete;
+  ~MappedFile();
+  /// Its bytes.
+  std::string_view text() const { return {static_cast<const char*>(p_), size_}; }
+
+ private:
+  void* p_ = nullptr;
+  std::size_t size_ = 0;
+};
+
+/// A tensor as the file's header lists it; offsets count from the end of the header.
+struct StoredTensor {
+  std::string name;          ///< as for_each_tensor() calls it
+  Dtype dtype = Dtype::f32;  ///< of a number
+  Shape shape;               ///< as stored
+  Index begin = 0;           ///< of its bytes
+  Index end = 0;             ///< behind its bytes
+};
+
+/// A model: config, weights, and whatever keeps the weights in memory.
+struct Model {
+  Config config;                                                    ///< its shape
+  Weights weights;                                                  ///< views of the file, or of `memory`
+  std::vector<StoredTensor> tensors;                                ///< of a checkpoint, in file order
+  std::unique_ptr<MappedFile> file;                                 ///< of a checkpoint
+  std::vector<std::unique_ptr<void, decltype(&std::free)>> memory;  ///< of random weights
+};
+/// Layers of empty tensors, as many as the config asks for.
+Weights empty_weights(const Config&);
+/// A stored matrix: the leading dimensions are rows; [D] is one row.
+Tensor as_matrix(const void* data, Dtype, const Shape&);
+/// Opens a checkpoint. Throws Error, one line naming file, tensor, expected and found, for anything that is not exactly
+/// a model.
+Model load_model(const std::string& path);
+/// A model of random weights in memory, for measuring.
+Model random_model(const Config&, Dtype, std::uint64_t seed);
+/// Writes a checkpoint of random weights, 1M numbers at a time.
+void write_random_checkpoint(const Config&, Dtype, std::uint64_t seed, const std::string& path);
+
+/// One line of a task file.
+struct Task {
+  std::string prompt;  ///< what the model reads
+  std::string answer;  ///< what it should write
+  std::string group;   ///< JSON of the field to group by
+};
+/// Reads JSON lines {"prompt","answer", ...}; `by` names the field to group by. Throws Error naming file and line.
+std::vector<Task> read_tasks(std::string_view text, const std::string& path, const std::string& by);
+
+/// The program (main.cpp): 0 done, 1 bad input or failed check, 2 usage, 130 interrupted; one line on stderr when not 0.
+int run(std::vector<std::string> arguments);
 
 }  // namespace yocou
