@@ -101,6 +101,46 @@ Config make_config(const std::string& shape, const std::string& arch_name, const
   return c;
 }
 
+// [tensors]
+void for_each_tensor(const Config& c, Weights& w, const TensorVisit& visit) {
+  const Index D = c.dim;
+  const auto swiglu = [&](const std::string& name, Ffn& f, Index F, Index E) {
+    const auto stacked = [E](Index a, Index b) { return E ? Shape{E, a, b} : Shape{a, b}; };
+    visit(name + "w_gate", stacked(F, D), f.gate);
+    visit(name + "w_up", stacked(F, D), f.up);
+    visit(name + "w_down", stacked(D, F), f.down);
+  };
+  visit("embed", Shape{c.vocab_size, D}, w.embed);
+  for (std::size_t s = 0; s < c.stages.size(); ++s)
+    for (std::size_t i = 0; i < w.stages[s].size(); ++i) {
+      Layer& l = w.stages[s][i];
+      const std::string name = c.stages[s].name + "." + std::to_string(i) + ".";
+      visit(name + "attn_norm", Shape{D}, l.attn_norm);
+      visit(name + "wq", Shape{c.q_dim(), D}, l.wq);
+      if (c.stages[s].attention != Attention::shared) {
+        visit(name + "wk", Shape{c.kv_dim(), D}, l.wk);
+        visit(name + "wv", Shape{c.kv_dim(), D}, l.wv);
+      }
+      visit(name + "wo", Shape{D, c.q_dim()}, l.wo);
+      visit(name + "ffn_norm", Shape{D}, l.ffn_norm);
+      if (!c.moe) {
+        swiglu(name, l.dense, c.ffn_dim, /*E=*/0);
+      } else {
+        visit(name + "router", Shape{c.moe->experts, D}, l.router);
+        swiglu(name + "experts.", l.experts, c.moe->dim, c.moe->experts);
+        if (c.moe->shared_dim) swiglu(name + "shared.", l.shared, c.moe->shared_dim, /*E=*/0);
+      }
+    }
+  if (c.has_shared()) {
+    visit("kv_norm", Shape{D}, w.kv_norm);
+    visit("kv.wk", Shape{c.kv_dim(), D}, w.kv_wk);
+    visit("kv.wv", Shape{c.kv_dim(), D}, w.kv_wv);
+  }
+  visit("norm", Shape{D}, w.norm);
+  if (!c.tied_embeddings) visit("head", Shape{c.vocab_size, D}, w.head);
+}
+// [tensors]
+
 // =====================================================================================================================
 // 2. Checkpoints: a config and tensors in one .safetensors file, mapped, never copied; every byte of it is doubted
 

@@ -1068,6 +1068,15 @@ void forward_all(Engine& engine, const Config& c, int sequence, std::span<const 
 // 8. Accounting: the paper's costs as sums of products that explain themselves. They share no code with the counters of
 // parts 2 to 6.
 
+Exact operator+(Exact a, const Exact& b) {
+  if (__builtin_add_overflow(a.v, b.v, &a.v)) fail("a cost exceeds 2^128");
+  return a;
+}
+Exact operator*(Exact a, const Exact& b) {
+  if (__builtin_mul_overflow(a.v, b.v, &a.v)) fail("a cost exceeds 2^128");
+  return a;
+}
+
 std::string to_string(Exact e) {
   std::string digits;
   for (; e.v > 0 || digits.empty(); e.v /= 10) digits.insert(digits.begin(), static_cast<char>('0' + e.v % 10));

@@ -39,11 +39,9 @@
 /// Everything of the program.
 namespace yocou {
 
-/// What `yocou --version` says.
-inline constexpr const char* version = "0.1.0";
+inline constexpr const char* version = "0.1.0";  ///< what `yocou --version` says
 
-/// Sizes, positions and offsets: 64 bits from the first multiplication on.
-using Index = std::int64_t;
+using Index = std::int64_t;  ///< sizes, positions and offsets: 64 bits from the first multiplication on
 
 /// Rows of a block of a `full` or `shared` cache (the paged block of YOCO-U, Table 10).
 inline constexpr Index block_rows = 256;
@@ -66,8 +64,7 @@ struct Usage : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// Set by SIGINT; every pass and every long loop looks at it.
-extern volatile std::sig_atomic_t interrupted;
+extern volatile std::sig_atomic_t interrupted;  ///< set by SIGINT; every pass and every long loop looks at it
 /// What stop_if_interrupted() throws.
 struct Interrupted {};
 /// Throws Interrupted once SIGINT has come.
@@ -141,8 +138,7 @@ struct Config {
 /// How a number is stored. Weights come in all three; a cache holds f32 or bf16.
 enum class Dtype : std::uint8_t { f32, bf16, f16 };
 
-/// Bytes of one number.
-inline Index size_of(Dtype t) { return t == Dtype::f32 ? 4 : 2; }
+inline Index size_of(Dtype t) { return t == Dtype::f32 ? 4 : 2; }  ///< bytes of one number
 
 /// A stored matrix [rows,cols], row-major, that somebody else owns (the mapped file, usually). y = x W^T.
 struct Tensor {
@@ -151,8 +147,7 @@ struct Tensor {
   Index rows = 0;              ///< outputs of a product
   Index cols = 0;              ///< inputs of a product
 
-  /// Bytes of all rows.
-  Index bytes() const { return rows * cols * size_of(dtype); }
+  Index bytes() const { return rows * cols * size_of(dtype); }  ///< bytes of all rows
   /// Rows first .. first+count-1: one expert of a stack, one token's embedding.
   Tensor slice(Index first, Index count) const {
     return {static_cast<const char*>(data) + first * cols * size_of(dtype), dtype, count, cols};
@@ -191,49 +186,13 @@ struct Weights {
   Tensor head;                             ///< [V,D]; a tied head is a view of embed
 };
 
-/// A tensor's shape as the checkpoint states it: 1 to 3 dimensions.
-using Shape = std::vector<Index>;
+using Shape = std::vector<Index>;  ///< a tensor's shape as the checkpoint states it: 1 to 3 dimensions
 
-/// Calls visit(name, shape, tensor) for every tensor that the config asks for, in the order in which they are written.
-/// The one list that loads, checks, counts, initialises and uploads weights. `w` is a Weights, const or not.
-template <class W, class Visit>
-void for_each_tensor(const Config& c, W& w, Visit&& visit) {
-  const Index D = c.dim;
-  const auto swiglu = [&](const std::string& name, auto& f, Index F, Index E) {
-    const auto stacked = [E](Index a, Index b) { return E ? Shape{E, a, b} : Shape{a, b}; };
-    visit(name + "w_gate", stacked(F, D), f.gate);
-    visit(name + "w_up", stacked(F, D), f.up);
-    visit(name + "w_down", stacked(D, F), f.down);
-  };
-  visit("embed", Shape{c.vocab_size, D}, w.embed);
-  for (std::size_t s = 0; s < c.stages.size(); ++s)
-    for (std::size_t i = 0; i < w.stages[s].size(); ++i) {
-      auto& l = w.stages[s][i];
-      const std::string name = c.stages[s].name + "." + std::to_string(i) + ".";
-      visit(name + "attn_norm", Shape{D}, l.attn_norm);
-      visit(name + "wq", Shape{c.q_dim(), D}, l.wq);
-      if (c.stages[s].attention != Attention::shared) {
-        visit(name + "wk", Shape{c.kv_dim(), D}, l.wk);
-        visit(name + "wv", Shape{c.kv_dim(), D}, l.wv);
-      }
-      visit(name + "wo", Shape{D, c.q_dim()}, l.wo);
-      visit(name + "ffn_norm", Shape{D}, l.ffn_norm);
-      if (!c.moe) {
-        swiglu(name, l.dense, c.ffn_dim, /*E=*/0);
-      } else {
-        visit(name + "router", Shape{c.moe->experts, D}, l.router);
-        swiglu(name + "experts.", l.experts, c.moe->dim, c.moe->experts);
-        if (c.moe->shared_dim) swiglu(name + "shared.", l.shared, c.moe->shared_dim, /*E=*/0);
-      }
-    }
-  if (c.has_shared()) {
-    visit("kv_norm", Shape{D}, w.kv_norm);
-    visit("kv.wk", Shape{c.kv_dim(), D}, w.kv_wk);
-    visit("kv.wv", Shape{c.kv_dim(), D}, w.kv_wv);
-  }
-  visit("norm", Shape{D}, w.norm);
-  if (!c.tied_embeddings) visit("head", Shape{c.vocab_size, D}, w.head);
-}
+/// What for_each_tensor() calls: visit(name, shape, tensor).
+using TensorVisit = std::function<void(const std::string&, const Shape&, Tensor&)>;
+/// Visits every tensor that the config asks for, in the order in which they are written: the one list that loads,
+/// checks, counts, initialises and uploads weights (checkpoint.cpp).
+void for_each_tensor(const Config& c, Weights& w, const TensorVisit& visit);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The schedule, the same for every engine
@@ -248,8 +207,8 @@ enum class Keeps : std::uint8_t {
 
 /// One entry of what a sequence keeps.
 struct Kept {
-  Keeps what = Keeps::blocks;  ///< the kind
-  Index window = 0;            ///< W of a ring
+  Keeps what;    ///< the kind
+  Index window;  ///< W of a ring, otherwise 0
 };
 
 /// One application of a layer.
@@ -372,8 +331,7 @@ class Engine {
   virtual ~Engine() = default;
   /// Opens an empty sequence; its window rings are allocated here, blocks of 256 rows as it grows. Returns its number.
   virtual int open() = 0;
-  /// Forgets a sequence and gives its memory back.
-  virtual void close(int sequence) = 0;
+  virtual void close(int sequence) = 0;  ///< forgets a sequence and gives its memory back
   /// Runs every segment's tokens at the positions that follow its sequence, and appends to the caches.
   ///   logits  [rows,V] for the wanted positions, segment by segment; may be null when none is wanted
   /// A row's logits do not depend on what else is in the pass. Throws Error for a token outside 0 .. V-1 and for
@@ -383,10 +341,8 @@ class Engine {
   /// token at which the sum of the probabilities passes `u`, numbers in [0, 1), one a row.
   virtual void forward_sample(
       std::span<const Segment> pass, const Sampling&, std::span<const double> u, int* tokens) = 0;
-  /// Bytes of cache allocated at this moment, all sequences together.
-  virtual Index cache_bytes() const = 0;
-  /// Rows of K^, V^ written, all sequences and caches together.
-  virtual Index global_rows() const = 0;
+  virtual Index cache_bytes() const = 0;  ///< bytes of cache allocated at this moment, all sequences together
+  virtual Index global_rows() const = 0;  ///< rows of K^, V^ written, all sequences and caches together
 
   Counters counters;                                 ///< since the engine was made
   std::function<void(const Application&)> on_layer;  ///< called after every layer application, when set
@@ -415,8 +371,7 @@ void decode(Engine&, std::span<const int> sequences, std::span<const int> tokens
 void forward_all(Engine&, const Config&, int sequence, std::span<const int> tokens, Index chunk,
     const std::function<void(Index, Index, const float*)>& use);
 
-/// The largest of logits [V]; ties: the lower id.
-int greedy(std::span<const float> logits);
+int greedy(std::span<const float> logits);  ///< the largest of logits [V]; ties: the lower id
 /// One token for a row of logits [V] and a number u in [0, 1).
 int draw(std::span<const float> logits, const Sampling&, double u);
 
@@ -424,8 +379,7 @@ int draw(std::span<const float> logits, const Sampling&, double u);
 struct Sampler : Sampling {
   std::mt19937_64 random;  ///< the source
 
-  /// The next number in [0, 1).
-  double uniform() { return static_cast<double>(random() >> 11) * 0x1p-53; }
+  double uniform() { return static_cast<double>(random() >> 11) * 0x1p-53; }  ///< the next number in [0, 1)
   /// One token for a row of logits [V].
   int operator()(std::span<const float> logits) { return draw(logits, *this, temperature == 0 ? 0 : uniform()); }
 };
@@ -435,10 +389,8 @@ void narrow(const float* from, Index count, Dtype, void* to);
 /// Numbers first .. first+count-1 of a tensor as float32.
 void widen(const Tensor& from, Index first, Index count, float* to);
 
-/// Threads that a parallel region gets; 1 in a build without OpenMP.
-int thread_count();
-/// Sets it.
-void set_thread_count(Index threads);
+int thread_count();                    ///< threads that a parallel region gets; 1 in a build without OpenMP
+void set_thread_count(Index threads);  ///< sets it
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Costs
@@ -447,25 +399,13 @@ void set_thread_count(Index threads);
 struct Exact {
   unsigned __int128 v = 0;                                      ///< the number
   Exact(Index n = 0) : v(static_cast<unsigned __int128>(n)) {}  // NOLINT: formulas read better with plain sizes in them
-  /// The exact sum.
-  friend Exact operator+(Exact a, const Exact& b) {
-    if (__builtin_add_overflow(a.v, b.v, &a.v)) fail("a cost exceeds 2^128");
-    return a;
-  }
-  /// The exact product.
-  friend Exact operator*(Exact a, const Exact& b) {
-    if (__builtin_mul_overflow(a.v, b.v, &a.v)) fail("a cost exceeds 2^128");
-    return a;
-  }
-  /// Adds.
-  Exact& operator+=(const Exact& o) { return *this = *this + o; }
-  /// By value.
-  auto operator<=>(const Exact&) const = default;
-  /// To 53 bits.
-  explicit operator double() const { return static_cast<double>(v); }
+  friend Exact operator+(Exact, const Exact&);                  ///< the exact sum
+  friend Exact operator*(Exact, const Exact&);                  ///< the exact product
+  Exact& operator+=(const Exact& o) { return *this = *this + o; }      ///< adds
+  auto operator<=>(const Exact&) const = default;                      ///< by value
+  explicit operator double() const { return static_cast<double>(v); }  ///< to 53 bits
 };
-/// All digits.
-std::string to_string(Exact);
+std::string to_string(Exact);  ///< all digits
 
 /// A symbol of a formula and its number.
 struct Factor {
@@ -476,22 +416,16 @@ struct Factor {
 struct Term {
   std::string of;               ///< what it pays for: "self: q"
   std::vector<Factor> factors;  ///< multiplied
-  /// The product.
-  Exact value() const;
-  /// "2 D (H dh) T = 2 x 2560 x 2560 x 3 = 39321600"
-  std::string text() const;
+  Exact value() const;          ///< the product
+  std::string text() const;     ///< "2 D (H dh) T = 2 x 2560 x 2560 x 3 = 39321600"
 };
-/// A cost as a sum of products: it computes, and it explains itself.
-using Bill = std::vector<Term>;
-/// The sum.
-Exact total(const Bill&);
+using Bill = std::vector<Term>;  ///< a cost as a sum of products: it computes, and it explains itself
+Exact total(const Bill&);        ///< the sum
 
-/// Rows of blocks that hold N tokens: blocks are allocated whole.
-Index paged_rows(Index N);
+Index paged_rows(Index N);  ///< rows of blocks that hold N tokens: blocks are allocated whole
 /// The keys that the positions p0 .. p1-1 see together, at most W each (0: no bound).
 Exact keys_seen(Index p0, Index p1, Index W);
-/// Bytes of cache of one sequence after N tokens, s bytes a number.
-Bill cache_bill(const Config&, Index N, Index s);
+Bill cache_bill(const Config&, Index N, Index s);  ///< bytes of cache of one sequence after N tokens, s bytes a number
 /// FLOP of running positions p0 .. p1-1 of one sequence, of which the last `wanted` get logits.
 Bill flops_bill(const Config&, Index p0, Index p1, Index wanted);
 /// Stored elements, loops counted once, embedding and head left out; with so many of the E experts.
@@ -501,17 +435,12 @@ Bill params_bill(const Config&, Index experts);
 /// weight, s bytes a cached number.
 Bill decode_bytes_bill(const Config&, Index N, Index batch, Index w, Index s);
 
-/// total(cache_bill()).
-Exact cache_bytes(const Config&, Index N, Index s);
-/// A prefill of N tokens: all positions, logits of the last.
-Exact prefill_flops(const Config&, Index N);
-/// The decode step after N tokens.
-Exact decode_flops(const Config&, Index N);
-/// total(decode_bytes_bill()).
-Exact decode_bytes(const Config&, Index N, Index batch, Index w, Index s);
+Exact cache_bytes(const Config&, Index N, Index s);  ///< total(cache_bill())
+Exact prefill_flops(const Config&, Index N);         ///< a prefill of N tokens: all positions, logits of the last
+Exact decode_flops(const Config&, Index N);          ///< the decode step after N tokens
+Exact decode_bytes(const Config&, Index N, Index batch, Index w, Index s);  ///< total(decode_bytes_bill())
 
-/// Tokens that costs answer for.
-inline constexpr Index N_limit = Index{1} << 40;
+inline constexpr Index N_limit = Index{1} << 40;  ///< tokens that costs answer for
 /// The largest n in [0, limit] for which ok(n), where ok holds up to some n and not beyond.
 Index largest(Index limit, const std::function<bool(Index)>& ok);
 /// The smallest N from which on a prefill of `c` costs less than one of `other`; none when that is never.
@@ -524,41 +453,33 @@ struct Params {
   Exact embed;   ///< V D
   Exact head;    ///< V D, 0 when tied
 
-  /// All that are stored.
-  Exact all() const { return params + embed + head; }
+  Exact all() const { return params + embed + head; }  ///< all that are stored
 };
-/// Counts a config's parameters by formula.
-Params count_params(const Config&);
+Params count_params(const Config&);  ///< counts a config's parameters by formula
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Architectures, configs, files (checkpoint.cpp)
 
 /// JSON with 128-bit integers, so that costs print exactly; keys stay in order.
 using Json = nlohmann::basic_json<nlohmann::ordered_map, std::vector, std::string, bool, __int128, unsigned __int128>;
-/// Words of any kind.
-using Names = std::vector<std::string>;
-/// "a, b, c".
-std::string join(const Names&, const char* between = ", ");
-/// "F32", "BF16", "F16".
-const std::string& name_of(Dtype);
+using Names = std::vector<std::string>;                      ///< words of any kind
+std::string join(const Names&, const char* between = ", ");  ///< "a, b, c"
+const std::string& name_of(Dtype);                           ///< "F32", "BF16", "F16"
 /// JSON text that is valid UTF-8 whatever is in it; with `ascii`, control and other special characters are escaped.
 std::string dump(const Json&, bool ascii = false);
-/// Text with U+FFFD for what is not UTF-8.
-std::string valid(const std::string& text);
+std::string valid(const std::string& text);  ///< text with U+FFFD for what is not UTF-8
 /// Parses JSON. Throws Error for a syntax error, a duplicate key, and nesting deeper than 32.
 Json parse_json(std::string_view text, const std::string& where);
-/// A value from a file as it may be shown: quoted, escaped, not too long.
-std::string quote(const Json&);
+std::string quote(const Json&);  ///< a value from a file as it may be shown: quoted, escaped, not too long
 
 /// As the low end of a range: all that is above 0.
 inline constexpr double above_0 = std::numeric_limits<double>::denorm_min();
 /// The numbers from low to high.
 template <class T>
 struct Range {
-  T low;   ///< the least
-  T high;  ///< the largest
-  /// Whether it holds v.
-  bool has(T v) const { return v >= low && v <= high; }
+  T low;                                                 ///< the least
+  T high;                                                ///< the largest
+  bool has(T v) const { return v >= low && v <= high; }  ///< whether it holds v
   /// As a message says it: "an integer from 1 to 4096".
   std::string text() const {
     std::ostringstream s;
@@ -568,10 +489,8 @@ struct Range {
     return s.str();
   }
 };
-/// What sizes of a model may be.
-inline constexpr Range<Index> sizes{1, std::numeric_limits<std::int32_t>::max()};
-/// What numbers of layers and loops may be.
-inline constexpr Range<Index> counts{1, 4096};
+inline constexpr Range<Index> sizes{1, std::numeric_limits<std::int32_t>::max()};  ///< what sizes of a model may be
+inline constexpr Range<Index> counts{1, 4096};  ///< what numbers of layers and loops may be
 
 /// A named architecture: its stages in terms of L and T, and its costs as the paper's Table 1 states them (those of
 /// rins and upper-loop* in the same terms, by the formulas of the accounting).
@@ -591,15 +510,12 @@ struct Arch {
   const char* prefill;      ///< of a prompt
   const char* decode;       ///< of a step
 
-  /// Whether a stage is marked x T.
-  bool takes_loops() const { return parts.front().looped || parts.back().looped; }
+  bool takes_loops() const { return parts.front().looped || parts.back().looped; }  ///< whether a stage is marked x T
   /// Whether --window means anything.
   bool takes_window() const { return parts.front().attention == Attention::window; }
 };
-/// All of them.
-const std::vector<Arch>& archs();
-/// The named one, or null.
-const Arch* find_arch(const std::string& name);
+const std::vector<Arch>& archs();                ///< all of them
+const Arch* find_arch(const std::string& name);  ///< the named one, or null
 /// Sets T of the stage that the architecture marks x T; 0 keeps it. Returns its T, 1 when nothing loops. Throws Usage
 /// when there is no such stage.
 Index set_loops(Config&, Index T);
@@ -610,24 +526,20 @@ struct ShapeOptions {
   Index window = 0;  ///< W
   Index loops = 0;   ///< T
 };
-/// Names of the shapes.
-const Names& shape_names();
+const Names& shape_names();  ///< names of the shapes
 /// A shape as an architecture. Throws Usage for an unknown name and for an override that the architecture cannot take.
 Config make_config(const std::string& shape, const std::string& arch, const ShapeOptions&);
 /// The config of a checkpoint. Throws Error naming `path`, the key, what was expected and what was found.
 Config read_config(const Json&, const std::string& path);
-/// The config as JSON, every key written out; what read_config() reads.
-Json config_json(Config);
+Json config_json(Config);  ///< the config as JSON, every key written out; what read_config() reads
 
 /// A regular file, mapped read-only.
 class MappedFile {
  public:
-  /// Throws Error naming the path.
-  explicit MappedFile(const std::string& path);
+  explicit MappedFile(const std::string& path);  ///< throws Error naming the path
   MappedFile(const MappedFile&) = delete;
   ~MappedFile();
-  /// Its bytes.
-  std::string_view text() const { return {static_cast<const char*>(p_), size_}; }
+  std::string_view text() const { return {static_cast<const char*>(p_), size_}; }  ///< its bytes
 
  private:
   void* p_ = nullptr;
@@ -651,15 +563,13 @@ struct Model {
   std::unique_ptr<MappedFile> file;                                 ///< of a checkpoint
   std::vector<std::unique_ptr<void, decltype(&std::free)>> memory;  ///< of random weights
 };
-/// Layers of empty tensors, as many as the config asks for.
-Weights empty_weights(const Config&);
+Weights empty_weights(const Config&);  ///< layers of empty tensors, as many as the config asks for
 /// A stored matrix: the leading dimensions are rows; [D] is one row.
 Tensor as_matrix(const void* data, Dtype, const Shape&);
 /// Opens a checkpoint. Throws Error, one line naming file, tensor, expected and found, for anything that is not exactly
 /// a model.
 Model load_model(const std::string& path);
-/// A model of random weights in memory, for measuring.
-Model random_model(const Config&, Dtype, std::uint64_t seed);
+Model random_model(const Config&, Dtype, std::uint64_t seed);  ///< a model of random weights in memory, for measuring
 /// Writes a checkpoint of random weights, 1M numbers at a time.
 void write_random_checkpoint(const Config&, Dtype, std::uint64_t seed, const std::string& path);
 
