@@ -141,6 +141,12 @@ void for_each_tensor(const Config& c, Weights& w, const TensorVisit& visit) {
 }
 // [tensors]
 
+void for_each_tensor(const Config& c, const Weights& w,
+    const std::function<void(const std::string&, const Shape&, const Tensor&)>& visit) {
+  Weights views = w;
+  for_each_tensor(c, views, TensorVisit(visit));
+}
+
 // =====================================================================================================================
 // 2. Checkpoints: a config and tensors in one .safetensors file, mapped, never copied; every byte of it is doubted
 

@@ -193,6 +193,9 @@ using TensorVisit = std::function<void(const std::string&, const Shape&, Tensor&
 /// Visits every tensor that the config asks for, in the order in which they are written: the one list that loads,
 /// checks, counts, initialises and uploads weights (checkpoint.cpp).
 void for_each_tensor(const Config& c, Weights& w, const TensorVisit& visit);
+/// The same for weights that stay as they are.
+void for_each_tensor(const Config& c, const Weights& w,
+    const std::function<void(const std::string&, const Shape&, const Tensor&)>& visit);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The schedule, the same for every engine
