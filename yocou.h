@@ -513,7 +513,6 @@ struct Arch {
   const char* prefill;      ///< of a prompt
   const char* decode;       ///< of a step
 
-  bool takes_loops() const { return parts.front().looped || parts.back().looped; }  ///< whether a stage is marked x T
   /// Whether --window means anything.
   bool takes_window() const { return parts.front().attention == Attention::window; }
 };
@@ -525,9 +524,9 @@ Index set_loops(Config&, Index T);
 
 /// Overrides of a shape; 0: keep.
 struct ShapeOptions {
-  Index layers = 0;  ///< L
-  Index window = 0;  ///< W
-  Index loops = 0;   ///< T
+  Index layers = 0, window = 0, loops = 0;               ///< L, W, T
+  Index dim = 0, heads = 0, kv_heads = 0, head_dim = 0;  ///< D, H, G, dh
+  Index ffn_dim = 0, vocab_size = 0;                     ///< F, V
 };
 const Names& shape_names();  ///< names of the shapes
 /// A shape as an architecture. Throws Usage for an unknown name and for an override that the architecture cannot take.
