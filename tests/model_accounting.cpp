@@ -1,6 +1,9 @@
 /// @file
-/// model_accounting.h -- part of model.cpp: the formulas against counting one by one, and against what ran.
-#pragma once
+/// model_accounting.cpp -- the formulas against counting one by one, and against what ran.
+#include <map>
+#include <set>
+
+#include "fixtures.h"
 
 namespace yocou::test {
 namespace {
@@ -172,36 +175,36 @@ TEST_CASE("counted FLOP, bytes and rows equal the formulas: every arch, chunk, b
           for (const Dtype kv : {Dtype::f32, Dtype::bf16}) {
             if (N > 64 && (batch > 1 || (kv == Dtype::f32) == moe)) continue;  // of the long ones a quarter
             const Index s = size_of(kv);
-            CpuEngine engine(toy.c, toy.w, {kv, 300, 1000, batch});
+            const auto engine = make_cpu_engine(toy.c, toy.w, {kv, 300, 1000, batch});
             Floats logits(static_cast<std::size_t>(batch * c.vocab_size));
             std::vector<int> sequences;
             for (Index b = 0; b < batch; ++b) {
-              sequences.push_back(engine.open());
-              prefill(engine, sequences.back(), tokens_of(c, N, static_cast<std::uint64_t>(b)), chunk, logits.data());
+              sequences.push_back(engine->open());
+              prefill(*engine, sequences.back(), tokens_of(c, N, static_cast<std::uint64_t>(b)), chunk, logits.data());
             }
             CAPTURE(arch, moe, batch, N, chunk, s);
             const Wide B = static_cast<Wide>(batch);
-            CHECK(B * prefill_flops(c, N).v == engine.counters.flops);
-            CHECK(B * cache_bytes(c, N, s).v == static_cast<Wide>(engine.cache_bytes()));
+            CHECK(B * prefill_flops(c, N).v == engine->counters.flops);
+            CHECK(B * cache_bytes(c, N, s).v == static_cast<Wide>(engine->cache_bytes()));
             Index last_loops = 1;
             for (const Stage& stage : c.stages) {
               if (stage.attention != Attention::shared) continue;
               const Index copies = stage.refresh_kv ? stage.loops : 1;
               last_loops = stage.loops;
-              CHECK(engine.global_rows() == batch * copies * N);
-              CHECK(engine.counters.cross_positions ==
+              CHECK(engine->global_rows() == batch * copies * N);
+              CHECK(engine->counters.cross_positions ==
                     static_cast<std::uint64_t>(batch * (stage.refresh_kv ? (stage.loops - 1) * N + 1 : stage.loops)));
             }
             if (!c.has_shared()) {
-              CHECK(engine.global_rows() == 0);
-              CHECK(engine.counters.cross_positions == 0);
+              CHECK(engine->global_rows() == 0);
+              CHECK(engine->counters.cross_positions == 0);
             }
             for (Index k = 0; k < 3; ++k) {
-              const Counters before = engine.counters;
-              decode(engine, sequences, tokens_of(c, batch, static_cast<std::uint64_t>(k)), logits.data());
-              const Counters step = engine.counters - before;
+              const Counters before = engine->counters;
+              decode(*engine, sequences, tokens_of(c, batch, static_cast<std::uint64_t>(k)), logits.data());
+              const Counters step = engine->counters - before;
               CHECK(B * decode_flops(c, N + k).v == step.flops);
-              CHECK(B * cache_bytes(c, N + k + 1, s).v == static_cast<Wide>(engine.cache_bytes()));
+              CHECK(B * cache_bytes(c, N + k + 1, s).v == static_cast<Wide>(engine->cache_bytes()));
               if (c.has_shared()) CHECK(step.cross_positions == static_cast<std::uint64_t>(batch * last_loops));
             }
           }
@@ -213,15 +216,15 @@ TEST_CASE("counted bytes of a dense decode step are the formula's less gains and
     const Toy toy(small_arch(arch), 73, Dtype::bf16);
     const Config& c = toy.c;
     const Index N = 40, batch = 2;
-    CpuEngine engine(toy.c, toy.w, {Dtype::f32, N, 200, batch});
+    const auto engine = make_cpu_engine(toy.c, toy.w, {Dtype::f32, N, 200, batch});
     Floats logits(static_cast<std::size_t>(batch * c.vocab_size));
     std::vector<int> sequences;
     for (Index b = 0; b < batch; ++b) {
-      sequences.push_back(engine.open());
-      prefill(engine, sequences.back(), tokens_of(c, N), N, logits.data());
+      sequences.push_back(engine->open());
+      prefill(*engine, sequences.back(), tokens_of(c, N), N, logits.data());
     }
-    const Counters before = engine.counters;
-    decode(engine, sequences, tokens_of(c, batch), logits.data());
+    const Counters before = engine->counters;
+    decode(*engine, sequences, tokens_of(c, batch), logits.data());
     Index gains = 1;  // the final norm's
     for (const Stage& s : c.stages) {
       gains += 2 * s.layers * s.loops;
@@ -229,7 +232,7 @@ TEST_CASE("counted bytes of a dense decode step are the formula's less gains and
     }
     const Index uncounted = (gains + batch) * c.dim * 2;
     CAPTURE(arch);
-    CHECK(static_cast<Index>((engine.counters - before).bytes) ==
+    CHECK(static_cast<Index>((engine->counters - before).bytes) ==
           static_cast<Index>(decode_bytes(c, N, batch, 2, 4).v) - uncounted);
   }
 }
