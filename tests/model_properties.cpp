@@ -332,6 +332,58 @@ TEST_CASE("a closed sequence leaves nothing to the next one", "[property]") {
   }
 }
 
+TEST_CASE("an engine keeps its own copy of the config", "[property]") {
+  for (const Config& kind : kinds()) {
+    const Toy toy(kind);
+    const Tokens tokens = tokens_of(kind, 30);
+    const Floats right = run_last(toy, tokens);
+    Config c = kind;
+    const auto engine = make_cpu_engine(c, toy.w, {Dtype::f32, 30, 30, 1});
+    for (Stage& s : c.stages) s.loops += 3, s.layers += 1, s.window *= 2;  // the caller's: caches that nobody has made
+    c.vocab_size = 1, c.dim = 1, c.head_dim = 2, c.norm_eps = 1;
+    const int sequence = engine->open();
+    Floats logits(static_cast<std::size_t>(kind.vocab_size));
+    prefill(*engine, sequence, std::span(tokens).first(20), 30, logits.data());
+    for (std::size_t i = 20; i < 30; ++i) decode(*engine, {&sequence, 1}, {&tokens[i], 1}, logits.data());
+    CAPTURE(brief(kind));
+    same(logits, right);
+    CHECK(Exact(engine->cache_bytes()) == cache_bytes(kind, 30, 4));
+  }
+}
+
+TEST_CASE("a sequence that is not open is refused in one line by everything that takes one", "[property]") {
+  const Toy toy(small_arch("yoco-u"));
+  const Tokens tokens = tokens_of(toy.c, 12);
+  const Floats right = run_all(toy, tokens);
+  const auto engine = make_cpu_engine(toy.c, toy.w, {Dtype::f32, 24, 100, 4});
+  const int open = engine->open(), closed = engine->open();
+  engine->close(closed);
+  Floats logits(static_cast<std::size_t>(3 * toy.c.vocab_size));
+  Tokens drawn(3);
+  const Doubles u(3, 0.5);
+  const Index bytes = engine->cache_bytes();
+  for (std::size_t i = 0; i < tokens.size(); ++i) {
+    for (const int number : {closed, closed + 1, -1, 1 << 30}) {
+      const std::string line = "sequence " + std::to_string(number) + " is not open";
+      const Segment bad{number, tokens, Logits::last}, good{open, std::span(tokens).subspan(i), Logits::last};
+      const Segment before[] = {bad, good}, behind[] = {good, bad};
+      CHECK_THROWS_WITH(engine->close(number), line);
+      for (const std::span<const Segment> pass :
+          {std::span(&bad, 1), std::span<const Segment>(before), std::span<const Segment>(behind)}) {
+        CHECK_THROWS_WITH(engine->forward(pass, logits.data()), line);
+        CHECK_THROWS_WITH(engine->forward_sample(pass, {}, std::span(u).first(pass.size()), drawn.data()), line);
+      }
+    }
+    decode(*engine, {&open, 1}, {&tokens[i], 1}, logits.data());  // what was refused has left no trace
+    same(std::span(logits).first(toy.c.vocab_size), row(right, static_cast<Index>(i), toy.c.vocab_size));
+  }
+  CHECK(engine->open() == closed);
+  engine->close(closed);
+  CHECK(engine->cache_bytes() > bytes);  // the open one's block alone
+  engine->close(open);
+  CHECK(engine->cache_bytes() == 0);
+}
+
 TEST_CASE("any number of threads gives the same bits, at sizes where threads work", "[property][threads]") {
   const int before = thread_count();
   for (const bool moe : {false, true}) {
