@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """The forward pass of YOCO-U in plain Python: usage: forward.py MODEL.safetensors TOKEN,TOKEN,...
 
-Chapters 3 to 8 take it apart, function by function; the first exercise is to write it from memory. No library, float32
-weights, dense FFN, whole prompt at once, no caches. A matrix is a list of rows. Prints the last row's logits.
+Chapters 3 to 8 take it apart, function by function; the first exercise is to write it from memory. No library, weights
+in F32 or BF16, dense FFN, whole prompt at once, no caches. A matrix is a list of rows. Prints the last row's logits.
 """
 import json
 import math
@@ -14,9 +14,13 @@ def load(path):
     with open(path, "rb") as f:
         header = json.loads(f.read(struct.unpack("<Q", f.read(8))[0]))
         data = f.read()
-    config, tensors = json.loads(header.pop("__metadata__")["yocou"]), {}
+    config = {"embed_scale": 1.0, "norm_eps": 1e-5, "rope_theta": 1e4} | json.loads(header.pop("__metadata__")["yocou"])
+    tensors = {}
     for name, t in header.items():
-        flat = struct.unpack(f"<{(t['data_offsets'][1] - t['data_offsets'][0]) // 4}f", data[slice(*t["data_offsets"])])
+        raw = data[slice(*t["data_offsets"])]
+        if t["dtype"] == "BF16":  # the upper half of a float32
+            raw = b"".join(b"\0\0" + raw[i:i + 2] for i in range(0, len(raw), 2))
+        flat = struct.unpack(f"<{len(raw) // 4}f", raw)
         cols = t["shape"][-1]
         rows = [flat[i:i + cols] for i in range(0, len(flat), cols)]
         tensors[name] = rows if len(t["shape"]) == 2 else rows[0]  # a gain is one row
