@@ -84,8 +84,8 @@ def layer(c, t, name, stage, X, cache):  # one application; `cache` is (K^, V^),
     else:
         turn = lambda rows: [rope(row, p, c["head_dim"], c["rope_theta"]) for p, row in enumerate(rows)]
         Q, K, V = turn(Q), turn(linear(A, w("wk"))), linear(A, w("wv"))
-    W = stage.get("window", len(X))
-    O = [attend(c, q, K, V, range(max(0, i - W + 1), i + 1)) for i, q in enumerate(Q)]
+    W, first = stage.get("window", len(K)), len(K) - len(X)  # X may be the last rows only
+    O = [attend(c, q, K, V, range(max(0, p - W + 1), p + 1)) for p, q in enumerate(Q, first)]
     Y = add(X, linear(O, w("wo")))
     return add(Y, swiglu(norm(Y, w("ffn_norm"), c["norm_eps"]), w("w_gate"), w("w_up"), w("w_down")))
 
