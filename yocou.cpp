@@ -16,6 +16,9 @@
 #ifdef _OPENMP
 #include <omp.h>
 #endif
+#ifdef __F16C__
+#define EIGEN_HAS_FP16_C  // which Eigen 3.4 overlooks under GCC
+#endif
 
 #include <Eigen/Core>
 #include <algorithm>
@@ -35,10 +38,11 @@ namespace yocou {
 int thread_count() { return omp_get_max_threads(); }
 int thread_number() { return omp_get_thread_num(); }
 void set_thread_count(Index threads) { omp_set_num_threads(static_cast<int>(threads)); }
-#else  // one thread, the calling one
+inline int this_thread() { return omp_get_thread_num(); }
+#else  // one thread, and the pragmas mean nothing
 int thread_count() { return 1; }
-int thread_number() { return 0; }
 void set_thread_count(Index) {}
+inline int this_thread() { return 0; }
 #endif
 
 inline constexpr float infinity = std::numeric_limits<float>::infinity();
@@ -153,9 +157,9 @@ struct Register {
 };
 
 #ifdef __AVX__
-inline constexpr int native_width = 8;
+inline constexpr int base_width = 8;
 #else
-inline constexpr int native_width = 4;
+inline constexpr int base_width = 4;
 #endif
 #if defined __x86_64__ && defined __gnu_linux__ && !defined __clang__
 #define YOCOU_CLONES __attribute__((target_clones("arch=x86-64-v4", "default")))
@@ -169,7 +173,7 @@ inline constexpr bool wide = false;
 template <class F>
 inline void with_width(F&& f) {
   if (wide) f(std::integral_constant<int, 16>{});
-  else f(std::integral_constant<int, native_width>{});
+  else f(std::integral_constant<int, base_width>{});
 }
 
 template <int width>
@@ -549,8 +553,8 @@ YOCOU_CLONES void mix_tile(const float* P, const float* V, Index stride, Index c
     for (int r = 0; r < rows; ++r)
       for (int i = 0; i < registers; ++i) *reinterpret_cast<Anywhere*>(O + r * ldo + d + i * width) = sum[r][i];
   }
-  if constexpr (width > native_width) {
-    if (d < dh) mix_tile<rows, native_width>(P, V + d, stride, count, O + d, ldo, dh - d);
+  if constexpr (width > base_width) {
+    if (d < dh) mix_tile<rows, base_width>(P, V + d, stride, count, O + d, ldo, dh - d);
   } else {
     for (int r = 0; r < rows; ++r)
       for (Index j = 0; j < count; ++j)
@@ -898,7 +902,8 @@ class CpuEngine final : public Engine {
     if (stage.rope) rope(c_, c_.heads, n, cos_.floats(), sin_.floats(), q);
     if (stage.attention == Attention::full) append(place.kept);
     if (stage.attention == Attention::window) {  // keys of this pass beside the ring:
-      round_like_cache(k), round_like_cache(v);  // the same numbers it will hold
+      round_like_cache(k);                       // the same numbers it will hold
+      round_like_cache(v);
       kv.K = k;
       kv.V = v;
     }
@@ -921,16 +926,16 @@ class CpuEngine final : public Engine {
       counters.bytes += static_cast<std::uint64_t>(2 * cached * c_.kv_dim() * size_of(options_.kv_dtype));
     }
     // A task takes a group's R heads, which share each row of K and V; fewer where that would leave threads idle.
-    Index R = c_.group();
-    const auto idle = [&] { return std::ssize(queries_) * c_.heads / R < thread_count(); };
-    while (c_.group() % R || (R > 1 && idle())) --R;
-    const Index tasks = c_.heads / R;  // a tile
+    Index heads = c_.group();
+    const auto idle = [&] { return std::ssize(queries_) * c_.heads / heads < thread_count(); };
+    while (c_.group() % heads || (heads > 1 && idle())) --heads;
+    const Index tasks = c_.heads / heads;  // of some queries
     std::uint64_t flops = 0;
 #pragma omp parallel for schedule(dynamic) if (work > small_work / 8) reduction(+ : flops)
     for (Index i = 0; i < std::ssize(queries_) * tasks; ++i) {
       const auto [slice, i0] = queries_[i / tasks];
-      flops += attention_tile(
-          c_, *slice, kv, i % tasks * R, R, i0, std::min(b, slice->n - i0), Q, O, scratch_[thread_number()]);
+      const Index n = std::min(b, slice->n - i0);
+      flops += attention_tile(c_, *slice, kv, i % tasks * heads, heads, i0, n, Q, O, scratch_[this_thread()]);
     }
     counters.flops += flops;
   }
