@@ -18,6 +18,8 @@ s/^```console volatile$/```console/
 /^```/,/^```$/b
 s/\$`\([^`]*\)`\$/\\f$\1\\f$/g
 s|](\(\.\./\)*yocou\.cpp)|](@ref yocou.cpp)|g
+s|](\(\.\./\)*checkpoint\.cpp)|](@ref checkpoint.cpp)|g
+s|](\(\.\./\)*main\.cpp)|](@ref main.cpp)|g
 s|](\(\.\./\)*yocou\.h)|](@ref yocou.h)|g
 s|](\(\.\./\)*kernels\.cu)|](@ref kernels.cu)|g
 s|](\.\./docs/\([a-z]*\)\.md)|](md_docs_\1.html)|g

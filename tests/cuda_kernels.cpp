@@ -76,7 +76,7 @@ TEST_CASE("cuda engine: windows at the edges of chunks and tiles", "[cuda]") {
 TEST_CASE("cuda engine: windows longer than a split", "[cuda]") {
   emu::configure(emu::schedule(GENERATE(0, 3)));
   const Config c = base(24, 2, 1, 64, 20, {window(1, 1, 600), shared(1)});
-  const Model m(c);
+  const SmallModel m(c);
   const std::vector<std::vector<int>> tokens{random_tokens(640, c.vocab_size, 1), random_tokens(40, c.vocab_size, 2)};
   Session s(m, {}, tokens, Dtype::bf16, 600);
   s.pass({{0, 510}, {1, 37}});
@@ -94,7 +94,7 @@ TEST_CASE("cuda engine: page edges", "[cuda]") {
       GENERATE(table<bool, Index, unsigned>({{true, 256, 0}, {true, 512, 3}, {true, 256, 2}, {false, 256, 0}}));
   emu::configure(emu::schedule(order));
   const Config c = base(24, 2, 2, 64, 20, {full(1, 1), shared(1)});
-  const Model m(c);
+  const SmallModel m(c);
   const std::vector<std::vector<int>> tokens{random_tokens(edge + 3, c.vocab_size, 1),
       random_tokens(edge + 3, c.vocab_size, 2), random_tokens(edge + 3, c.vocab_size, 3)};
   Session s(m, fast ? Rungs{} : general(), tokens, Dtype::bf16, 3 * edge);
@@ -115,7 +115,7 @@ TEST_CASE("cuda engine: mixtures of experts at their edges", "[cuda]") {
   SECTION("one expert") { run({1, 1, 12, 9, true}); }
   SECTION("a router of zeros: the first experts, at 1 / E each") {
     Config c = with_moe(base(40, 2, 1, 64, 0, {window(1, 1, 5), shared(1)}), {8, 2, 12, 0, false});
-    Model m(c);
+    SmallModel m(c);
     for (auto& stage : m.w.stages)
       for (auto& l : stage) {
         auto& zeros = m.storage.emplace_back(std::size_t(8 * 40));
@@ -243,7 +243,7 @@ TEST_CASE("cuda engine: more rows wanted than the head takes at once", "[cuda]")
   const bool early_stop = GENERATE(false, true);
   const Config c =
       base(24, 2, 1, 64, 20, early_stop ? std::vector{window(1, 1, 5), shared(1)} : std::vector{window(1, 1, 5)});
-  const Model m(c);
+  const SmallModel m(c);
   const std::vector<std::vector<int>> tokens{random_tokens(270, c.vocab_size, 1), random_tokens(5, c.vocab_size, 2)};
   Session s(m, {}, tokens, Dtype::bf16, 275);
   s.pass({{1, 5, Logits::none}, {0, 270, Logits::all}});
@@ -275,7 +275,7 @@ TEST_CASE("cuda experts: assignments are sorted stably", "[cuda]") {
 
 TEST_CASE("cuda engine: weights stored as BF16 and F16", "[cuda]") {
   emu::configure(emu::schedule(0));
-  const Model m(base(40, 2, 1, 64, 36, {window(1, 1, 5), shared(1)}));
+  const SmallModel m(base(40, 2, 1, 64, 36, {window(1, 1, 5), shared(1)}));
   const auto tokens = random_tokens(9, m.c.vocab_size, 1);
   const auto logits = [&](const Weights& w) {
     CudaEngine engine(m.c, w, {Dtype::bf16, 9, 9, 1}, {});
@@ -305,7 +305,7 @@ TEST_CASE("cuda engine: weights stored as BF16 and F16", "[cuda]") {
 TEST_CASE("cuda engine: runs repeat bit by bit, alone and in company", "[cuda]") {
   emu::configure(emu::schedule(0));
   const Config c = with_moe(base(40, 2, 1, 64, 0, {window(1, 2, 20), shared(1)}), {6, 2, 20, 8, true});
-  const Model m(c);
+  const SmallModel m(c);
   const auto a = random_tokens(40, c.vocab_size, 1), b = random_tokens(30, c.vocab_size, 2);
   const auto last = [&](bool company) {
     CudaEngine engine(c, m.w, {Dtype::bf16, 64, 80, 2}, {});
@@ -326,7 +326,7 @@ TEST_CASE("cuda engine: runs repeat bit by bit, alone and in company", "[cuda]")
 TEST_CASE("cuda engine: sequences close and others open", "[cuda]") {
   emu::configure(emu::schedule(0));
   const Config c = base(24, 2, 2, 64, 20, {full(1, 1)});
-  const Model m(c);
+  const SmallModel m(c);
   const auto tokens = random_tokens(300, c.vocab_size, 1);
   CudaEngine engine(c, m.w, {Dtype::bf16, 300, 300, 2}, {});
   std::vector<float> first(std::size_t(c.vocab_size)), again(first);
@@ -344,7 +344,7 @@ TEST_CASE("cuda engine: sequences close and others open", "[cuda]") {
 TEST_CASE("cuda engine: what it refuses, in one line", "[cuda]") {
   emu::configure(emu::schedule(0));
   const Config c = base(24, 2, 2, 64, 20, {full(1, 1)});
-  const Model m(c);
+  const SmallModel m(c);
   CudaEngine engine(c, m.w, {Dtype::bf16, 4, 8, 1}, {});
   const int s = engine.open();
   CHECK_THROWS_AS(engine.open(), Error);
@@ -379,7 +379,7 @@ TEST_CASE("cuda engine: what it refuses, in one line", "[cuda]") {
 TEST_CASE("cuda engine: tokens drawn on the device", "[cuda]") {
   emu::configure({/*late=*/true, /*seed=*/1});
   const Config c = base(24, 2, 2, 64, 20, {full(1, 1)});
-  const Model m(c);
+  const SmallModel m(c);
   const auto a = random_tokens(7, c.vocab_size, 1), b = random_tokens(7, c.vocab_size, 2);
   CudaEngine engine(c, m.w, {Dtype::bf16, 8, 14, 2}, {}), twin(c, m.w, {Dtype::bf16, 8, 14, 2}, {});
   for (CudaEngine* e : {&engine, &twin}) e->open(), e->open();
@@ -401,7 +401,7 @@ TEST_CASE("cuda engine: tokens drawn on the device", "[cuda]") {
 TEST_CASE("cuda engine: a tracer sees every application", "[cuda]") {
   emu::configure(emu::schedule(0));
   const Config c = with_moe(base(40, 2, 1, 64, 0, {window(2, 2, 20), shared(1)}), {6, 2, 20, 8, true});
-  const Model m(c);
+  const SmallModel m(c);
   const auto tokens = random_tokens(7, c.vocab_size, 1);
   CudaEngine engine(c, m.w, {Dtype::bf16, 7, 7, 1}, {});
   std::vector<std::array<Index, 3>> seen;

@@ -27,12 +27,12 @@ inline double round16(double v) {
 }
 
 /// A config with random weights that are BF16 numbers kept as F32: nothing is lost when they are uploaded.
-struct Model {
+struct SmallModel {
   Config c;
   yocou::Weights w;
   std::deque<std::vector<float>> storage;
 
-  explicit Model(const Config& config, unsigned seed = 1) : c(config) {
+  explicit SmallModel(const Config& config, unsigned seed = 1) : c(config) {
     std::mt19937 rng(seed);
     std::normal_distribution<double> normal;
     for (const auto& s : c.stages) w.stages.emplace_back(std::size_t(s.layers));
@@ -53,7 +53,7 @@ struct Model {
 /// Logits of every position of a sequence. With `rounded`, activations are rounded where the CUDA path rounds them.
 class Reference {
  public:
-  Reference(const Model& m, bool rounded, bool f32_cache = false)
+  Reference(const SmallModel& m, bool rounded, bool f32_cache = false)
       : m_(m), c_(m.c), rounded_(rounded), f32_cache_(f32_cache) {}
   /// By position, how close a routing decision there or before came to falling the other way: the least difference
   /// between the last chosen expert's logit and the next one's. A rounding decides where it is tiny.
@@ -194,7 +194,7 @@ class Reference {
     if (m.shared_dim) add(x, swiglu(l.shared, f, 0, m.shared_dim));
   }
 
-  const Model& m_;
+  const SmallModel& m_;
   const Config& c_;
   const bool rounded_, f32_cache_;
 };

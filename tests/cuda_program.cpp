@@ -1,9 +1,11 @@
 /// @file
 /// cuda_program.cpp -- the program itself with the emulated GPU behind `--device cuda`: every command beside its answer
-/// on the CPU, and the two engines beside each other on random models. The one unit here that includes yocou.cpp.
-#define YOCOU_CUDA_VERSION "emulated"
-#include "../yocou.cpp"
-//
+/// on the CPU, and the two engines beside each other on random models.
+#include <unistd.h>
+
+#include <fstream>
+#include <nlohmann/json.hpp>
+
 #include "catch.h"
 #include "cuda_emulator.h"
 #include "cuda_model.h"
@@ -21,12 +23,12 @@ double limit(const Config& c, const Weights& w, const std::vector<int>& tokens, 
   for_each_tensor(c, w, [&](const std::string&, const Shape&, const Tensor& t) { from.push_back(t); });
   std::vector<cuda_test::Vec> logits[2];
   for (const bool rounded : {false, true}) {
-    cuda_test::Model m(c);
-    for (std::size_t i = 0; i < from.size(); ++i)
-      with_type(from[i].dtype, [&](auto num) {
-        auto* p = static_cast<const std::remove_pointer_t<decltype(num)>*>(from[i].data);
-        for (float& v : m.storage[i]) v = rounded ? float(cuda_test::round16(to_float(*p++))) : to_float(*p++);
-      });
+    cuda_test::SmallModel m(c);
+    for (std::size_t i = 0; i < from.size(); ++i) {
+      widen(from[i], 0, std::ssize(m.storage[i]), m.storage[i].data());
+      if (rounded)
+        for (float& v : m.storage[i]) v = float(cuda_test::round16(v));
+    }
     logits[rounded] = cuda_test::Reference(m, rounded, f32_cache).logits(tokens);
   }
   double largest = 0, moved = 0;
@@ -109,9 +111,9 @@ namespace {
 // ---------------------------------------------------------------------------------------------------------------------
 // The engines
 
-std::unique_ptr<Engine> engine_on(bool cuda, const cuda_test::Model& m, const EngineOptions& o) {
+std::unique_ptr<Engine> engine_on(bool cuda, const cuda_test::SmallModel& m, const EngineOptions& o) {
   if (cuda) return make_cuda_engine(m.c, m.w, o);
-  return std::make_unique<CpuEngine>(m.c, m.w, o);
+  return make_cpu_engine(m.c, m.w, o);
 }
 
 /// All logits of three sequences: prefill in chunks, alone and together, then decode steps one by one and batched.
@@ -201,7 +203,7 @@ TEST_CASE("cuda and cpu engines agree: random models", "[cuda][program]") {
   const Config c = random_config(random);
   const Dtype kv = seed % 6 == 5 ? Dtype::f32 : Dtype::bf16;
   CAPTURE(seed, config_json(c).dump());
-  const cuda_test::Model m(c, seed + 1);
+  const cuda_test::SmallModel m(c, seed + 1);
   const std::vector<std::vector<int>> tokens{
       some_tokens(c, 40 + seed, 1), some_tokens(c, 9 + seed % 7, 2), some_tokens(c, 6, 3)};
   const EngineOptions options{kv, 100, 200, 3};
@@ -225,7 +227,7 @@ TEST_CASE("cuda and cpu engines agree: experts chosen", "[cuda][program]") {
   c.vocab_size = 67, c.dim = 72, c.heads = 2, c.kv_heads = 1, c.head_dim = 64;
   c.moe = Moe{8, 2, 20, 12, normalize};
   c.stages = {{"self", 1, 2, Attention::window, 5, true, false}, {"cross", 1, 1, Attention::shared, 0, false, false}};
-  const cuda_test::Model m(c, 5);
+  const cuda_test::SmallModel m(c, 5);
   const EngineOptions options{Dtype::bf16, 40, 40, 1};
   Index compared = 0;
   for (unsigned i = 0; i < 8; ++i) {
@@ -275,10 +277,10 @@ TEST_CASE("cuda program: greedy text is the CPU's, up to the first near-tie", "[
   // where they part, the CPU's two best logits must be closer than the devices are allowed to differ
   const std::string same = prompt + cpu.substr(0, std::size_t(std::ranges::mismatch(cpu, gpu).in1 - cpu.begin()));
   const Model m = load_model(path);
-  const std::vector<int> tokens = bytes_to_tokens(same, "the text");
+  const std::vector<int> tokens(same.begin(), same.end());  // ASCII
   std::vector<float> row(std::size_t(m.config.vocab_size));
-  CpuEngine engine(m.config, m.weights, {Dtype::f32, std::ssize(tokens), std::ssize(tokens), 1});
-  prefill(engine, engine.open(), tokens, std::ssize(tokens), row.data());
+  const auto engine = make_cpu_engine(m.config, m.weights, {Dtype::f32, std::ssize(tokens), std::ssize(tokens), 1});
+  prefill(*engine, engine->open(), tokens, std::ssize(tokens), row.data());
   double largest = 0;
   for (const float v : row) largest = std::max(largest, std::fabs(double(v)));
   std::ranges::sort(row, std::greater());
@@ -390,7 +392,7 @@ TEST_CASE("cuda program: what cannot run says so in one line", "[cuda][program]"
   c.vocab_size = 67, c.dim = 8, c.heads = c.kv_heads = 1, c.head_dim = 8, c.ffn_dim = 8;
   c.stages = {{"self", 1, 1, Attention::full, 0, true, false}};
   const auto make = [&](const Config& config, const EngineOptions& options) {
-    return engine_on(true, cuda_test::Model(config), options);
+    return engine_on(true, cuda_test::SmallModel(config), options);
   };
   emu::configure({});
   CHECK_THROWS_WITH(make(c, {Dtype::f32, 1, Index{1} << 31, 1}), "CUDA: 2147483648 positions; at most 2^31 - 2");

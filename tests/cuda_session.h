@@ -10,7 +10,7 @@
 namespace yocou {
 namespace {
 
-using cuda_test::Model, cuda_test::Reference, cuda_test::Vec;
+using cuda_test::SmallModel, cuda_test::Reference, cuda_test::Vec;
 
 Config base(Index dim, Index heads, Index kv_heads, Index head_dim, Index ffn, std::vector<Stage> stages) {
   Config c;
@@ -76,7 +76,7 @@ struct Formula {
 /// Runs passes and compares all logits that they return.
 class Session {
  public:
-  Session(const Model& m, const Rungs& rungs, const std::vector<std::vector<int>>& sequences, Dtype kv, Index max_rows)
+  Session(const SmallModel& m, const Rungs& rungs, const std::vector<std::vector<int>>& sequences, Dtype kv, Index max_rows)
       : m_(m), sequences_(sequences) {
     Index tokens = 0;
     for (const auto& s : sequences) tokens += Index(s.size());
@@ -144,7 +144,7 @@ class Session {
   Index left(std::size_t s) const { return Index(sequences_[s].size()) - done_[s]; }
 
  private:
-  const Model& m_;
+  const SmallModel& m_;
   const std::vector<std::vector<int>>& sequences_;
   std::unique_ptr<CudaEngine> engine_;
   std::vector<std::vector<Vec>> expected_;
@@ -160,7 +160,7 @@ double worst_error = 0;  ///< of all scenarios, as a share of the largest logit
 
 /// Three sequences: prefill in chunks, alone and together, with and without logits, then decode steps for all.
 void scenario(const Config& c, const Rungs& rungs, Dtype kv = Dtype::bf16, Index scale = 1) {
-  const Model m(c);
+  const SmallModel m(c);
   const std::vector<std::vector<int>> sequences{random_tokens(23 * scale + 6, c.vocab_size, 1),
       random_tokens(11 * scale + 6, c.vocab_size, 2), random_tokens(1 * scale + 4, c.vocab_size, 3)};
   Session s(m, rungs, sequences, kv, 32 * scale);

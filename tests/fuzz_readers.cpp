@@ -5,7 +5,14 @@
 ///
 /// Any input must be read, or refused by an Error of one short line; what is read must be usable and survive being
 /// written and read again. Everything else -- another exception, a sanitizer's report, a hang, memory -- is a finding.
-#include "../yocou.cpp"
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <cstring>
+#include <nlohmann/json.hpp>
+
+#include "yocou.h"
 
 namespace {
 
@@ -74,10 +81,10 @@ void read_checkpoint(std::string_view input) {
   } catch (const Error&) {
     return;
   }
-  CpuEngine engine(m.config, m.weights, EngineOptions{Dtype::f32, 3, 3, 1});
+  const auto engine = make_cpu_engine(m.config, m.weights, {Dtype::f32, 3, 3, 1});
   const std::vector<int> tokens{0, static_cast<int>(m.config.vocab_size - 1), 0};
   std::vector<float> logits(static_cast<std::size_t>(m.config.vocab_size));
-  prefill(engine, engine.open(), tokens, 2, logits.data());
+  prefill(*engine, engine->open(), tokens, 2, logits.data());
   demand(std::all_of(logits.begin(), logits.end(), [](float v) { return std::isfinite(v); }), "logits are finite");
 }
 
@@ -93,7 +100,7 @@ void (*reader)(std::string_view) = nullptr;
 }  // namespace
 
 extern "C" int LLVMFuzzerInitialize(int* argc, char*** argv) {
-  omp_set_num_threads(1);
+  set_thread_count(1);
   for (int i = 1; i < *argc; ++i) {
     const std::string_view a = (*argv)[i];
     if (a == "--reader=checkpoint") reader = read_checkpoint;

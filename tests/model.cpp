@@ -1,10 +1,16 @@
 /// @file
-/// model.cpp -- the tests of the model, its caches and its accounting: the one unit that includes yocou.cpp. The
+/// model.cpp -- the tests of the model, its caches and its accounting: the one unit that includes yocou.cpp; checkpoint.cpp is linked. The
 /// command line, the readers of files and the CUDA path have tests of their own.
 ///
 /// Two kinds of comparison. The engine promises that a row's logits do not depend on chunk, batch or threads to the
 /// bit, so everything of that kind is compared with == (same()). Against double precision the limit is a formula,
 /// terms x rounding x scale (close()); a NaN is over every limit.
+#include <sys/mman.h>
+
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+
 #include "../yocou.cpp"
 #include "catch.h"
 #include "oracle.h"
@@ -177,7 +183,12 @@ Config with_moe(Config c, const Moe& moe) {
   return c;
 }
 
-Tokens tokens_of(const Config& c, Index n, std::uint64_t seed = 7) { return random_tokens(c, n, seed); }
+Tokens tokens_of(const Config& c, Index n, std::uint64_t seed = 7) {
+  std::mt19937_64 random(seed);
+  Tokens tokens(static_cast<std::size_t>(n));
+  for (int& t : tokens) t = static_cast<int>(random() % static_cast<std::uint64_t>(c.vocab_size));
+  return tokens;
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Ways to run a model

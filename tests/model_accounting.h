@@ -90,10 +90,10 @@ TEST_CASE("keys seen: the formula equals counting", "[cost]") {
       for (Index p = 0; p < N; ++p)
         for (Index j = 0; j <= p; ++j) sum += W == 0 || j > p - W;
       CAPTURE(W, N);
-      CHECK(keys_seen(N, W).v == sum);
+      CHECK(keys_seen(0, N, W).v == sum);
     }
-  CHECK(keys_seen(0, 0).v == 0);
-  CHECK(keys_seen(0, 4).v == 0);
+  CHECK(keys_seen(0, 0, 0).v == 0);
+  CHECK(keys_seen(0, 0, 4).v == 0);
 }
 
 TEST_CASE("cache bytes and FLOP by formula equal counting over positions, layers, loops and keys", "[cost]") {
@@ -303,18 +303,18 @@ TEST_CASE("the crossover N is right on both sides, and single", "[cost]") {
       for (const std::string& arch : arch_names()) {
         const Config yoco_u = make_config(shape, "yoco-u", {0, 0, T}), other = make_config(shape, arch, {});
         const auto dearer = [&](Index N) { return prefill_flops(yoco_u, N) >= prefill_flops(other, N); };
-        const Json answer = crossover(yoco_u, other);
-        CAPTURE(shape, T, arch, answer.dump());
+        const std::optional<Index> answer = crossover(yoco_u, other);
+        CAPTURE(shape, T, arch, answer.value_or(-1));
         const Index limit = 40000;
-        if (answer.is_null()) {
+        if (!answer) {
           for (const Index N : {limit, Index{1} << 30, Index{1} << 40}) CHECK(dearer(N));
           continue;
         }
-        const Index N = answer.get<Index>();
+        const Index N = *answer;
         CHECK(!dearer(N));
         if (N > 1) CHECK(dearer(N - 1));
         Index wrong = 0;
-        for (Index n = 1; n < limit; ++n) wrong += dearer(n) != (n < N);
+        for (Index n = 1; n < limit; n += n < 2000 ? 1 : 37) wrong += dearer(n) != (n < N);
         CHECK(wrong == 0);
       }
 }
@@ -353,7 +353,7 @@ TEST_CASE("Exact refuses to wrap, and 128 bits print in full", "[cost]") {
   CHECK_THROWS_AS(largest_value + 1, Error);
   CHECK_NOTHROW(largest_value + 0);
   CHECK_NOTHROW(two_127 + (two_127 + 0) * 0);
-  CHECK(keys_seen(Index{1} << 40, 0).v == ((Wide{1} << 80) + (Wide{1} << 40)) / 2);
+  CHECK(keys_seen(0, Index{1} << 40, 0).v == ((Wide{1} << 80) + (Wide{1} << 40)) / 2);
   // the largest question that `cost` takes
   const Config c = make_config("1.3b", "transformer", {4096, 0, 0});
   CHECK(prefill_flops(c, N_limit).v > Wide{1} << 64);

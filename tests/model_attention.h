@@ -94,8 +94,8 @@ TEST_CASE("the arena counts every byte and comes back to zero", "[cache]") {
     CHECK(arena.live(Use::activation) == 7);
     moved = Slab(arena, 9, Use::activation);
     CHECK(arena.live(Use::activation) == 9);
-    const Slab empty(arena, 0, Use::weights);
-    CHECK(arena.live(Use::weights) == 0);
+    const Slab empty(arena, 0, Use::activation);
+    CHECK(arena.live(Use::activation) == 9);
   }
   CHECK(arena.live(Use::cache) == 0);
   CHECK(arena.live(Use::activation) == 0);

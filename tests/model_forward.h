@@ -184,7 +184,7 @@ TEST_CASE("weights of each dtype, and mixed, equal the oracle", "[forward]") {
       Config c = small_config({window(2, 2, 5), full(1, 1), shared(1)});
       if (moe) c = with_moe(c, {4, 2, 11, 3, true});
       const Toy toy(c, 29, dtype);
-      CAPTURE(dtype ? dtype_names[static_cast<int>(*dtype)] : "mixed", moe);
+      CAPTURE(dtype ? name_of(*dtype) : "mixed", moe);
       hold(toy, tokens_of(c, 19));
     }
 }
@@ -230,7 +230,7 @@ TEST_CASE("random configs: equal to the oracle, and the same bits however the to
       const Index K = 1 + static_cast<Index>(random() % static_cast<std::uint64_t>(N));
       const Index chunk = 1 + static_cast<Index>(random() % 40);
       const How how{kv, chunk, K};
-      CAPTURE(chunk, K, dtype_names[static_cast<int>(kv)]);
+      CAPTURE(chunk, K, name_of(kv));
       const Floats reference = kv == Dtype::f32 ? found : run_all(toy, tokens, {kv});
       same(run_all(toy, tokens, how), reference);
       same(run_last(toy, tokens, how), last_row(reference, c.vocab_size));

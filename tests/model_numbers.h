@@ -57,7 +57,7 @@ TEST_CASE("every 16-bit pattern reads as what its bits say, one by one, eight by
         if (!std::isnan(right) && (t == Dtype::bf16 ? bf16_bits(one) : f16_bits(one)) != bits[i] && !wrong++) first = i;
       }
     });
-    CAPTURE(dtype_names[static_cast<int>(t)], first);
+    CAPTURE(name_of(t), first);
     CHECK(wrong == 0);
   }
 }
@@ -154,7 +154,7 @@ TEST_CASE("products of awkward sizes equal a double loop, and a row's result is 
         Product now = product;
         now.y = y.data();
         multiply({&now, 1}, count);
-        CAPTURE(n, m, K, dtype_names[static_cast<int>(type)], add);
+        CAPTURE(n, m, K, name_of(type), add);
         Doubles numbers;
         for (Index i = 0; i < m * K; ++i) numbers.push_back(oracle::number(w.tensor, i / K, i % K));
         double most = -INFINITY, expected = 0;

@@ -110,7 +110,7 @@ def main():
     for name in files:
         path = pathlib.Path(name).resolve()
         with tempfile.TemporaryDirectory() as folder:
-            for name_of in ("data", "walkthrough", "docs", "yocou.cpp", "yocou.h", "kernels.cu"):
+            for name_of in ("data", "walkthrough", "docs", "yocou.h", "yocou.cpp", "checkpoint.cpp", "main.cpp", "kernels.cu"):
                 (pathlib.Path(folder) / name_of).symlink_to(ROOT / name_of)
             new, old = weave(path, folder), path.read_text()
         if new != old and update:
