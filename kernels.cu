@@ -1448,7 +1448,7 @@ struct Report {
 class CudaEngine final : public Engine {
  public:
   CudaEngine(const Config& c, const Weights& w, const EngineOptions& o, const Rungs& rungs)
-      : c_(c), o_(o), rungs_(rungs), tables_(table_bytes()) {
+      : c_(c), o_(o), rungs_(rungs), plan_(c), tables_(table_bytes()) {
     if (c.head_dim > 256) fail("CUDA: head_dim is ", c.head_dim, "; the kernels take at most 256");
     if (o.max_tokens >= std::numeric_limits<int>::max()) fail("CUDA: ", o.max_tokens, " positions; at most 2^31 - 2");
     const Index rows = o.max_rows * (c.moe ? c.moe->active : 1);  // a grid has 65,535 blocks in y and z
@@ -1485,9 +1485,8 @@ class CudaEngine final : public Engine {
   Index cache_bytes() const override {
     Index bytes = 0;
     for (const Sequence& s : sequences_)
-      for (const auto& stage : caches_)
-        for (const Cache& c : stage)
-          if (s.open) bytes += c.piece_bytes() * (c.paged ? Index(s.pages.size()) : 1);
+      for (const Cache& c : caches_)
+        if (s.open) bytes += c.piece_bytes() * (c.paged ? Index(s.pages.size()) : 1);
     return bytes;
   }
   Index global_rows() const override { return global_rows_; }
@@ -1495,6 +1494,11 @@ class CudaEngine final : public Engine {
   void forward(std::span<const Segment> pass, float* logits) override;
   void forward_sample(
       std::span<const Segment> pass, const Sampling& how, std::span<const double> u, int* tokens) override;
+
+  // the operations of run_stages()
+  void project_global(const Plan::Loop& loop);
+  bool keep_wanted_rows();
+  void layer(const Place& place);
 
  private:
   friend struct CudaEngineProbe;  // the hardware check moves sequences ahead without running them
@@ -1534,14 +1538,11 @@ class CudaEngine final : public Engine {
   void choose_splits(std::span<const Segment> pass);
   void start(float* logits);
   void finish(std::span<const Segment> pass);
-  void run_pass();
-  void show(Index stage, Index loop, Index layer, Index n, const float* x);
-  void run_stage(std::size_t s, const Rows*& rows, float*& x);
-  void run_layer(std::size_t s, Index loop, Index layer, const Rows& r, float* x);
-  void project_global(Index loop, const Rows& r, const float* x);
-  void attention(std::size_t s, Index cache, const Rows& r);
-  void moe(const DeviceLayer& l, const Rows& r, float* x);
-  void head(const Rows& r, const float* x, Index first, Index count);
+  void embed();
+  void show(const Place& place);
+  void mix(const Place& place, const DeviceLayer& l);
+  void moe(const DeviceLayer& l);
+  void head(Index first, Index count);
   void forget_graphs() {
     for (auto& [key, g] : graphs_) cudaGraphExecDestroy(g.first);
     graphs_.clear();
@@ -1562,7 +1563,7 @@ class CudaEngine final : public Engine {
     launch(
         grid(norm_block, n), rms_norm, x, which, gain.get(), c_.dim, float(c_.norm_eps), normed_.get(), padded(c_.dim));
   }
-  void ffn(const Matrix& gate_up, const Matrix& down, Index n, float* x);
+  void ffn(const Matrix& gate_up, const Matrix& down);
   void activate(Index ldg, Index F, Index n);
   void append(const Rows& r, const Append& a, const Keys& cache, const Keys& recent);
   Keys keys_of(const Cache& cache, Keys::Layout layout, Index window, const Rows& r) const {
@@ -1572,6 +1573,7 @@ class CudaEngine final : public Engine {
   const Config c_;
   const EngineOptions o_;
   const Rungs rungs_;
+  const Plan plan_;
   bool fast_attention_ = false, fast_decode_ = false;  ///< attend_tiles, attend_split
   cudaStream_t stream_ = nullptr;
   Library library_;
@@ -1580,8 +1582,7 @@ class CudaEngine final : public Engine {
   Buffer<float> kv_norm_, norm_;
   std::vector<std::vector<DeviceLayer>> layers_;
   Buffer<double> frequency_;
-  // caches: by stage and loop x layer the window stages' rings; the paged ones share each sequence's page table
-  std::vector<std::vector<Cache>> caches_;  ///< [stage][loop * layers + layer]; shared: [stage][loop or 0]
+  std::vector<Cache> caches_;  ///< by Plan::kept; the paged ones share each sequence's page table
   Cache recent_;
   std::vector<Sequence> sequences_;
   std::vector<int> free_pages_;
@@ -1591,6 +1592,8 @@ class CudaEngine final : public Engine {
   Buffer<char, /*pinned=*/true> tables_;
   Buffer<char> device_tables_;
   Rows all_, wanted_;
+  const Rows* rows_ = &all_;  ///< those that still run, and their state X [n,D]
+  float* state_ = nullptr;
   int* wanted_index_ = nullptr;  ///< device: which of all rows are wanted
   Buffer<float2> turns_;
   Buffer<float> x_, wanted_x_, router_logits_, route_weight_, logits_, partial_;
@@ -1665,8 +1668,7 @@ void CudaEngine::upload(const Weights& w) {
     for (const Layer& l : w.stages[s]) {
       DeviceLayer& d = stage.emplace_back();
       d.attn_norm = upload_gain(l.attn_norm), d.ffn_norm = upload_gain(l.ffn_norm);
-      d.qkv =
-          c_.stages[s].attention == Attention::shared ? upload_matrix({l.wq}, D) : upload_matrix({l.wq, l.wk, l.wv}, D);
+      d.qkv = l.wk.data ? upload_matrix({l.wq, l.wk, l.wv}, D) : upload_matrix({l.wq}, D);
       d.wo = upload_matrix({l.wo}, c_.q_dim());
       if (!c_.moe) {
         d.gate_up = upload_matrix({l.dense.gate, l.dense.up}, D), d.down = upload_matrix({l.dense.down}, c_.ffn_dim);
@@ -1716,14 +1718,11 @@ void CudaEngine::allocate() {
   const Index n = o_.max_rows, D = c_.dim;
   Index widest = 0;
   const Index pages = o_.max_tokens / block_rows + o_.max_sequences;  // every sequence may waste most of a page
-  for (const Stage& s : c_.stages) {
-    auto& caches = caches_.emplace_back();
-    const Index count = s.attention == Attention::shared ? (s.refresh_kv ? s.loops : 1) : s.loops * s.layers;
-    const bool window = s.attention == Attention::window;
-    for (Index i = 0; i < count; ++i)
-      caches.push_back(window ? make_cache(o_.max_sequences, s.window, /*paged=*/false)
-                              : make_cache(pages, block_rows, /*paged=*/true));
-    if (window) widest = std::max(widest, s.window);
+  for (const Kept& kept : plan_.kept) {
+    const bool ring = kept.what == Keeps::ring;
+    caches_.push_back(ring ? make_cache(o_.max_sequences, kept.window, /*paged=*/false)
+                           : make_cache(pages, block_rows, /*paged=*/true));
+    if (ring) widest = std::max(widest, kept.window);
     else table_stride_ = ceil_div(o_.max_tokens, block_rows);
   }
   if (widest) recent_ = make_cache(1, n + o_.max_sequences * widest, /*paged=*/false);
@@ -1790,11 +1789,11 @@ void CudaEngine::grouped_product(
   else run(tile_product_block, tiles(tile_product_block), product_tile<to>);
 }
 
-void CudaEngine::ffn(const Matrix& gate_up, const Matrix& down, Index n, float* x) {
-  const Index F = down.columns, ldg = padded(2 * F);
+void CudaEngine::ffn(const Matrix& gate_up, const Matrix& down) {
+  const Index n = rows_->n, F = down.columns, ldg = padded(2 * F);
   product<To::bf16>(normed_.get(), gate_up, gate_up_.get(), ldg, n);
   activate(ldg, F, n);
-  product<To::add>(hidden_.get(), down, x, c_.dim, n);
+  product<To::add>(hidden_.get(), down, state_, c_.dim, n);
 }
 
 /// SwiGLU of n rows, from gate_up_ to hidden_.
@@ -1804,8 +1803,9 @@ void CudaEngine::activate(Index ldg, Index F, Index n) {
 }
 
 /// X += the experts' outputs and the shared expert's; the normed rows are in normed_.
-void CudaEngine::moe(const DeviceLayer& l, const Rows& r, float* x) {
+void CudaEngine::moe(const DeviceLayer& l) {
   const Moe& m = *c_.moe;
+  const Rows& r = *rows_;
   const Index assigned = r.n * m.active, ldg = padded(2 * m.dim), ldo = padded(c_.dim);
   product<To::f32>(normed_.get(), l.router, router_logits_.get(), m.experts, r.n);
   launch(grid(route_block, ceil_div(r.n, route_block.rows)), route, router_logits_.get(), r.n, int(m.experts),
@@ -1818,8 +1818,8 @@ void CudaEngine::moe(const DeviceLayer& l, const Rows& r, float* x) {
   activate(ldg, m.dim, assigned);
   grouped_product<To::bf16>(hidden_.get(), l.expert_down, c_.dim, expert_out_.get(), ldo, assigned, sorted);
   launch(grid(combine_block, r.n), combine, expert_out_.get(), ldo, place_.get(), route_weight_.get(), int(m.active),
-      c_.dim, x);
-  if (m.shared_dim) ffn(l.shared_gate_up, l.shared_down, r.n, x);
+      c_.dim, state_);
+  if (m.shared_dim) ffn(l.shared_gate_up, l.shared_down);
 }
 
 void CudaEngine::append(const Rows& r, const Append& a, const Keys& cache, const Keys& recent) {
@@ -1827,10 +1827,13 @@ void CudaEngine::append(const Rows& r, const Append& a, const Keys& cache, const
       r.spans, r.turns, qkv_.get(), a, cache, recent, &report_.get()->tally);
 }
 
-/// q (and, in a window or full stage, k and v) of the rows are in qkv_: rotates, appends, attends; heads to heads_out_.
-void CudaEngine::attention(std::size_t stage, Index cache_index, const Rows& r) {
-  const Stage& s = c_.stages[stage];
-  const Cache& cache = caches_[stage][std::size_t(cache_index)];
+/// X += Attention(a), a in normed_: q (and, in a window or full stage, k and v) to qkv_; rotates, appends, attends. The
+/// one place where this engine asks for a stage's kind.
+void CudaEngine::mix(const Place& place, const DeviceLayer& l) {
+  const Stage& s = c_.stages[std::size_t(place.stage)];
+  const Cache& cache = caches_[std::size_t(place.kept)];
+  const Rows& r = *rows_;
+  product<To::bf16>(normed_.get(), l.qkv, qkv_.get(), padded(l.qkv.rows), r.n);
   const bool shared = s.attention == Attention::shared, window = s.attention == Attention::window;
   const Index ld = padded(c_.q_dim() + (shared ? 0 : 2 * c_.kv_dim())), ldo = padded(c_.q_dim());
   const Index W = window ? s.window : 0;
@@ -1848,10 +1851,11 @@ void CudaEngine::attention(std::size_t stage, Index cache_index, const Rows& r) 
   const Cache& maps = recent ? recent_ : cache;
   const float scale = 1 / std::sqrt(float(c_.head_dim));
   Tally* tally = &report_.get()->tally;
-  if (!(r.single ? fast_decode_ : fast_attention_))
-    return launch(grid(attend_block, ceil_div(r.n * c_.heads, attend_block.rows)),
-        bf16_cache ? attend<bf16> : attend<float>, r.rows, r.spans, qkv_.get(), ld, keys, r.n, int(c_.heads),
-        int(c_.head_dim), scale, heads_out_.get(), ldo, tally);
+  const auto general = [&] {
+    launch(grid(attend_block, ceil_div(r.n * c_.heads, attend_block.rows)), bf16_cache ? attend<bf16> : attend<float>,
+        r.rows, r.spans, qkv_.get(), ld, keys, r.n, int(c_.heads), int(c_.head_dim), scale, heads_out_.get(), ldo,
+        tally);
+  };
   const auto fast = [&]<int DH>(std::integral_constant<int, DH>) {
     if (r.single) {
       const Index splits = window ? ceil_div(W, split_rows) : split_count_;
@@ -1865,7 +1869,11 @@ void CudaEngine::attention(std::size_t stage, Index cache_index, const Rows& r) 
           qkv_.get(), ld, keys, int(c_.heads), scale * log2_e, heads_out_.get(), ldo, tally);
     }
   };
-  c_.head_dim == 64 ? fast(std::integral_constant<int, 64>{}) : fast(std::integral_constant<int, 128>{});
+  if (!(r.single ? fast_decode_ : fast_attention_)) general();
+  else if (c_.head_dim == 64) fast(std::integral_constant<int, 64>{});
+  else fast(std::integral_constant<int, 128>{});
+  if (shared && place.layer == 0) host_.cross_positions += uint64_t(r.n);
+  product<To::add>(heads_out_.get(), l.wo, state_, c_.dim, r.n);
 }
 
 // --- a pass
@@ -1940,8 +1948,8 @@ void CudaEngine::choose_splits(std::span<const Segment> pass) {
   while (needed > 16 * step) step *= 2;
   split_count_ = ceil_div(needed, step) * step;
   Index splits = 1;
-  for (const Stage& s : c_.stages)
-    splits = std::max(splits, s.attention == Attention::window ? ceil_div(s.window, split_rows) : split_count_);
+  for (const Kept& kept : plan_.kept)
+    splits = std::max(splits, kept.what == Keeps::ring ? ceil_div(kept.window, split_rows) : split_count_);
   const Index size = splits > 1 ? std::min(o_.max_sequences, all_.n) * c_.heads * splits * (c_.head_dim + 2) : 0;
   if (fast_decode_ && size > partial_.count()) forget_graphs(), partial_ = {}, partial_ = Buffer<float>(size);
 }
@@ -1970,80 +1978,68 @@ void CudaEngine::prepare(std::span<const Segment> pass) {
   choose_splits(pass);
 }
 
-/// K^, V^ of the rows, once per pass of the stage that needs them anew.
-void CudaEngine::project_global(Index loop, const Rows& r, const float* x) {
-  const Stage& s = c_.stages.back();
-  norm(x, nullptr, kv_norm_, r.n);
-  const Index ld = padded(2 * c_.kv_dim());
-  product<To::bf16>(normed_.get(), global_kv_, qkv_.get(), ld, r.n);
-  const Keys keys = keys_of(caches_.back()[std::size_t(s.refresh_kv ? loop : 0)], Keys::paged, 0, r);
-  const Append a{ld, /*q_heads=*/0, int(c_.kv_heads), int(c_.head_dim), s.rope, c_.rope_half, /*to_cache=*/true,
-      /*to_recent=*/false};
-  append(r, a, keys, keys);
-}
-
-void CudaEngine::run_layer(std::size_t stage, Index loop, Index layer, const Rows& r, float* x) {
-  const Stage& s = c_.stages[stage];
-  const DeviceLayer& l = layers_[stage][std::size_t(layer)];
-  const bool shared = s.attention == Attention::shared;
-  norm(x, nullptr, l.attn_norm, r.n);
-  product<To::bf16>(normed_.get(), l.qkv, qkv_.get(), padded(l.qkv.rows), r.n);
-  attention(stage, shared ? (s.refresh_kv ? loop : 0) : loop * s.layers + layer, r);
-  product<To::add>(heads_out_.get(), l.wo, x, c_.dim, r.n);
-  norm(x, nullptr, l.ffn_norm, r.n);
-  c_.moe ? moe(l, r, x) : ffn(l.gate_up, l.down, r.n, x);
-  show(Index(stage), loop, layer, r.n, x);
-}
-
-/// X for the tracer, if there is one.
-void CudaEngine::show(Index stage, Index loop, Index layer, Index n, const float* x) {
-  if (!tracing_) return;
-  std::vector<float> host(std::size_t(n * c_.dim));
-  std::vector<int> start(c_.moe && stage >= 0 ? std::size_t(c_.moe->experts) + 1 : 0);
-  std::vector<Index> load;
-  copy(host.data(), x, std::ssize(host) * 4);
-  if (!start.empty()) copy(start.data(), start_.get(), std::ssize(start) * 4);
-  CUDA_CHECK(cudaStreamSynchronize(stream_));
-  for (std::size_t e = 0; e + 1 < start.size(); ++e) load.push_back(start[e + 1] - start[e]);
-  on_layer({stage, loop, layer, host, load});
-}
-
-/// All loops of a stage. In a shared stage only the wanted rows go on once the caches above have what they need.
-void CudaEngine::run_stage(std::size_t stage, const Rows*& rows, float*& x) {
-  const Stage& s = c_.stages[stage];
-  const bool shared = s.attention == Attention::shared;
-  for (Index loop = 0; loop < s.loops; ++loop) {
-    if (shared && (loop == 0 || s.refresh_kv)) project_global(loop, *rows, x);
-    if (shared && rows == &all_ && (!s.refresh_kv || loop + 1 == s.loops)) {
-      if (!wanted_.n) return;
-      if (wanted_.n != all_.n) {
-        launch(grid(gather_block, wanted_.n), gather_rows, x, wanted_index_, c_.dim, wanted_x_.get());
-        x = wanted_x_.get(), rows = &wanted_;
-      }
-    }
-    if (shared) host_.cross_positions += uint64_t(rows->n);
-    for (Index layer = 0; layer < s.layers; ++layer) run_layer(stage, loop, layer, *rows, x);
-  }
-}
-
-/// Logits of `count` rows, from the first-th of the wanted.
-void CudaEngine::head(const Rows& r, const float* x, Index first, Index count) {
-  if (&r == &all_) norm(x, wanted_index_ + first, norm_, count);  // no shared stage: all rows came up to here
-  else norm(x + first * c_.dim, nullptr, norm_, count);
-  product<To::f32>(normed_.get(), c_.tied_embeddings ? embed_ : head_, logits_.get(), c_.vocab_size, count);
-  launch(grid(finite_block, ceil_div(count * c_.vocab_size, finite_block.columns)), find_not_finite, logits_.get(),
-      count * c_.vocab_size, &report_.get()->not_finite);
-}
-
-void CudaEngine::run_pass() {
+/// X^0 of all rows, and the angles of all and of the wanted ones.
+void CudaEngine::embed() {
   const Index half = c_.head_dim / 2;
   for (const Rows* r : {&all_, &wanted_})
     if (r->n && half)
       launch(grid(angles_block, ceil_div(r->n * half, Index(angles_block.threads))), rope_table, r->rows, r->n,
           int(half), frequency_.get(), r->turns);
   launch(grid(embed_block, all_.n), embed_rows, all_.rows, embed_.data.get(), embed_.ld(), c_.dim,
-      float(c_.embed_scale), x_.get());
-  show(/*stage=*/-1, 0, 0, all_.n, x_.get());
+      float(c_.embed_scale), state_);
+  show(Place{/*stage=*/-1});
+}
+
+/// K^, V^ of the rows, appended to the global cache.
+void CudaEngine::project_global(const Plan::Loop& loop) {
+  const Stage& s = c_.stages[std::size_t(loop.stage)];
+  norm(state_, nullptr, kv_norm_, rows_->n);
+  const Index ld = padded(2 * c_.kv_dim());
+  product<To::bf16>(normed_.get(), global_kv_, qkv_.get(), ld, rows_->n);
+  const Keys keys = keys_of(caches_[std::size_t(loop.first)], Keys::paged, 0, *rows_);
+  const Append a{ld, /*q_heads=*/0, int(c_.kv_heads), int(c_.head_dim), s.rope, c_.rope_half, /*to_cache=*/true,
+      /*to_recent=*/false};
+  append(*rows_, a, keys, keys);
+}
+
+/// Only rows whose logits are wanted go on; false when there is none.
+bool CudaEngine::keep_wanted_rows() {
+  if (wanted_.n && wanted_.n != all_.n) {
+    launch(grid(gather_block, wanted_.n), gather_rows, state_, wanted_index_, c_.dim, wanted_x_.get());
+    state_ = wanted_x_.get(), rows_ = &wanted_;
+  }
+  return wanted_.n;
+}
+
+void CudaEngine::layer(const Place& place) {
+  const DeviceLayer& l = layers_[std::size_t(place.stage)][std::size_t(place.layer)];
+  norm(state_, nullptr, l.attn_norm, rows_->n);
+  mix(place, l);
+  norm(state_, nullptr, l.ffn_norm, rows_->n);
+  c_.moe ? moe(l) : ffn(l.gate_up, l.down);
+  show(place);
+}
+
+/// X for the tracer, if there is one.
+void CudaEngine::show(const Place& place) {
+  if (!tracing_) return;
+  std::vector<float> host(std::size_t(rows_->n * c_.dim));
+  std::vector<int> start(c_.moe && place.stage >= 0 ? std::size_t(c_.moe->experts) + 1 : 0);
+  std::vector<Index> load;
+  copy(host.data(), state_, std::ssize(host) * 4);
+  if (!start.empty()) copy(start.data(), start_.get(), std::ssize(start) * 4);
+  CUDA_CHECK(cudaStreamSynchronize(stream_));
+  for (std::size_t e = 0; e + 1 < start.size(); ++e) load.push_back(start[e + 1] - start[e]);
+  on_layer({place.stage, place.loop, place.layer, host, load});
+}
+
+/// Logits of `count` rows, from the first-th of the wanted.
+void CudaEngine::head(Index first, Index count) {
+  if (rows_ == &all_) norm(state_, wanted_index_ + first, norm_, count);  // all rows came up to here
+  else norm(state_ + first * c_.dim, nullptr, norm_, count);
+  product<To::f32>(normed_.get(), c_.tied_embeddings ? embed_ : head_, logits_.get(), c_.vocab_size, count);
+  launch(grid(finite_block, ceil_div(count * c_.vocab_size, finite_block.columns)), find_not_finite, logits_.get(),
+      count * c_.vocab_size, &report_.get()->not_finite);
 }
 
 /// Waits for the pass and adds up what it did. Throws when a logit was not finite.
@@ -2084,12 +2080,11 @@ cudaGraphExec_t record(cudaStream_t stream, Body&& body) {
 /// Launches a pass. Its first rows' logits are in logits_, and all of them, where wanted, on their way to `logits`.
 void CudaEngine::start(float* logits) {
   tracing_ = bool(on_layer);
-  const Rows* rows = &all_;
-  float* x = x_.get();
+  rows_ = &all_, state_ = x_.get();
   const auto body = [&] {  // everything up to the first rows' logits
-    run_pass();
-    for (std::size_t s = 0; s < c_.stages.size(); ++s) run_stage(s, rows, x);
-    if (wanted_.n) head(*rows, x, 0, std::min(head_rows_, wanted_.n));
+    embed();
+    run_stages(c_, plan_, *this);
+    if (wanted_.n) head(0, std::min(head_rows_, wanted_.n));
   };
   const bool step = all_.single && wanted_.n == all_.n && all_.n <= head_rows_;
   if (step && rungs_.graphs && !tracing_) {
@@ -2109,7 +2104,7 @@ void CudaEngine::start(float* logits) {
   }
   for (Index first = 0; first < wanted_.n; first += head_rows_) {
     const Index count = std::min(head_rows_, wanted_.n - first);
-    if (first) head(*rows, x, first, count);
+    if (first) head(first, count);
     if (logits) copy(logits + first * c_.vocab_size, logits_.get(), count * c_.vocab_size * 4);
   }
 }
