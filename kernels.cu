@@ -35,7 +35,6 @@
 #include <cuda_runtime.h>
 #include <dlfcn.h>
 #define UNROLL _Pragma("unroll")  // loops over registers: their indices must be constants
-#define UNROLL_BY_4 _Pragma("unroll 4")
 #endif
 
 namespace yocou {
@@ -134,10 +133,10 @@ __device__ float fast_exp2(float x) {  // 2 ulp
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-/// 16 bytes that nobody reads again: weights must not push the caches out of L1 [ld.global.nc].
-__device__ uint4 load_once(const uint4* p) {
+/// 16 bytes, asked for here: a plain load the compiler would move down to where its number is used [ld.global].
+__device__ uint4 load_here(const uint4* p) {
   uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
@@ -196,8 +195,9 @@ template <int N>
 __device__ void settle_registers(float (&d)[N]) {
   UNROLL for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
 }
-/// Makes this thread's writes to shared memory visible to wgmma, which reads it another way [fence.proxy].
-__device__ void fence_proxy_async() { HOPPER_ASM("fence.proxy.async;" ::: "memory"); }
+/// Makes this thread's writes to shared memory visible to wgmma, which reads it another way. Of shared memory alone: for
+/// all memory it would wait for the whole GPU [fence.proxy].
+__device__ void fence_proxy_async() { HOPPER_ASM("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 #define REGISTERS8(i) \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -248,6 +248,9 @@ __device__ T from_float(float x) {
 __device__ inline uint32_t pack(float a, float b) {
   const uint32_t low = __bfloat16_as_ushort(__float2bfloat16(a)), high = __bfloat16_as_ushort(__float2bfloat16(b));
   return low | high << 16;
+}
+__device__ inline float2 unpack(uint32_t v) {
+  return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u));
 }
 /// Sum or maximum over the warp, or over the four lanes that share a row of an accumulator; the same bits in every lane.
 struct Sum {
@@ -414,10 +417,11 @@ struct Append {
 
 /// rotate_append -- RoPE on q in place and on k, then k and v into the caches: the ring keeps a segment's last W rows,
 /// `recent` and pages keep all. Twins: rope() and append().
-///   grid   n     block 128: a thread owns every 128th pair of the row
+///   grid   (n, ceil((H + 2 G) dh/2 / 128))     block 128: a thread owns a pair, so that a decode step's 32 rows of the
+///          1.3B shape are 448 blocks and not 32
 ///   bytes  n (4 H dh + 2 G dh (2 + s))     bound HBM
 ///   rung   one of one: the rotation and the append are one pass over the row
-inline constexpr Block append_block{128};
+inline constexpr Block append_block{128, 0, 1, /*columns=*/128};
 template <class Kv>
 __global__ void __launch_bounds__(append_block.threads) rotate_append(const Row* rows, const Span* spans,
     const float2* table, bf16* qkv /*[n,ld]*/, Append a, Keys cache, Keys recent, Tally* tally) {
@@ -428,33 +432,32 @@ __global__ void __launch_bounds__(append_block.threads) rotate_append(const Row*
   const int half = (a.head_dim + 1) / 2, heads = a.q_heads + 2 * a.kv_heads;
   const bool keep = a.to_cache && (cache.layout != Keys::ring || r.position + cache.window >= r.end);
   // K^ and V^ alone: a row of the global cache
-  if (tally && threadIdx.x == 0 && keep && a.q_heads == 0) atomicAdd(&tally->global_rows, 1ull);
-  for (int i = int(threadIdx.x); i < heads * half; i += append_block.threads) {
-    const int head = i / half, pair = i % half;
-    const bool is_q = head < a.q_heads, is_v = head >= a.q_heads + a.kv_heads;
-    const int first = a.half && a.rotate ? pair : 2 * pair;
-    const int second = a.half && a.rotate ? pair + half : 2 * pair + 1;
-    const bool lone = second >= a.head_dim;  // an odd head size, never rotated, has a last number without a partner
-    bf16* h = row + head * a.head_dim;
-    float x = to_float(h[first]), y = lone ? 0.0f : to_float(h[second]);
-    if (a.rotate && !is_v) {
-      const float2 turn = table[Index(blockIdx.x) * half + pair];
-      const float turned = x * turn.x - y * turn.y;
-      y = x * turn.y + y * turn.x, x = turned;
-    }
-    if (is_q) {
-      if (a.rotate) h[first] = __float2bfloat16(x), h[second] = __float2bfloat16(y);
-      continue;
-    }
-    const int g = (head - a.q_heads) % a.kv_heads;
-    const auto put = [&](const Keys& keys) {
-      Kv* to = static_cast<Kv*>(is_v ? keys.v : keys.k) + keys.row(r.slot, g, r.position, r.segment, s) * a.head_dim;
-      to[first] = from_float<Kv>(x);
-      if (!lone) to[second] = from_float<Kv>(y);
-    };
-    if (keep) put(cache);
-    if (a.to_recent) put(recent);
+  if (tally && blockIdx.y + threadIdx.x == 0 && keep && a.q_heads == 0) atomicAdd(&tally->global_rows, 1ull);
+  const int i = int(blockIdx.y * append_block.columns + threadIdx.x), head = i / half, pair = i % half;
+  if (head >= heads) return;
+  const bool is_q = head < a.q_heads, is_v = head >= a.q_heads + a.kv_heads;
+  const int first = a.half && a.rotate ? pair : 2 * pair;
+  const int second = a.half && a.rotate ? pair + half : 2 * pair + 1;
+  const bool lone = second >= a.head_dim;  // an odd head size, never rotated, has a last number without a partner
+  bf16* h = row + head * a.head_dim;
+  float x = to_float(h[first]), y = lone ? 0.0f : to_float(h[second]);
+  if (a.rotate && !is_v) {
+    const float2 turn = table[Index(blockIdx.x) * half + pair];
+    const float turned = x * turn.x - y * turn.y;
+    y = x * turn.y + y * turn.x, x = turned;
   }
+  if (is_q) {
+    if (a.rotate) h[first] = __float2bfloat16(x), h[second] = __float2bfloat16(y);
+    return;
+  }
+  const int g = (head - a.q_heads) % a.kv_heads;
+  const auto put = [&](const Keys& keys) {
+    Kv* to = static_cast<Kv*>(is_v ? keys.v : keys.k) + keys.row(r.slot, g, r.position, r.segment, s) * a.head_dim;
+    to[first] = from_float<Kv>(x);
+    if (!lone) to[second] = from_float<Kv>(y);
+  };
+  if (keep) put(cache);
+  if (a.to_recent) put(recent);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -643,50 +646,78 @@ __global__ void __launch_bounds__(wgmma_product_block.threads)
 /// tensor cores is all that counts. Twin: multiply().
 ///   grid   (ceil(out/16), groups): a block owns 16 rows of W
 ///   block  256 = 8 warps, which share the columns: warp w owns every 8th piece of 32
-///   regs   weights come straight to registers, 16 bytes a lane, as the M = 16 operand; the rows of x are the N = 8
-///          Tiles one. Both take the same 8 columns per lane: the sum over columns may run in any order, so no shuffle
-///          and no shared memory are needed to bring them into the instruction's layout
+///   shared a ring of 6 steps of weights, 48 KB: each thread fills it by cp.async for itself alone, 5 steps ahead, so no
+///          barrier guards it; then the warps' sums, 4 KB a tile
+///   regs   16 bytes of weights a lane are the M = 16 operand, the rows of x the N = 8 Tiles one. Both take the same 8
+///          columns per lane: the sum over columns may run in any order, so nothing need be shuffled into the
+///          instruction's layout. x comes one step ahead
 ///   bytes  W once: 2 out in; x again per 16 outputs, from L2     FLOP 2 n out in
-///   bound  HBM up to n of about 32 (n FLOP a byte against some 200)
+///   bound  HBM up to n of about 32 (n FLOP a byte against some 200). In flight (computed): 40 KB of weights a block, 80 KB
+///          an SM with two; loads to registers, which the compiler had moved down to their use, had been 16 KB
 ///   rung   product_tile would read 64 rows' worth of x and fill 1/2 to 1/64 of its tile
+inline constexpr int skinny_stages = 6;
 template <int Tiles>
-inline constexpr Block skinny_product_block{256, Tiles * 8 * 16 * 8 * sizeof(float), 8 * Tiles, 16};
+inline constexpr Block skinny_product_block{
+    256, skinny_stages * 2 * 256 * sizeof(uint4) + Tiles * 8 * 16 * 8 * sizeof(float), 8 * Tiles, 16};
 template <To to, int Tiles>
 __global__ void __launch_bounds__(skinny_product_block<Tiles>.threads)
     product_skinny(const bf16* x /*[n,padded in]*/, const bf16* w /*[out,padded in]*/, Index in, void* y /*[n,ldy]*/,
         Index ldy, Index n, Index out, Groups groups, Tally* tally) {
-  grid_wait(), grid_launch();
-  constexpr int height = skinny_product_block<Tiles>.rows, width = skinny_product_block<Tiles>.columns;
-  const Index ld = padded(in);
-  const Index group = blockIdx.y;
-  const Index begin = groups.start ? groups.start[group] : 0, end = groups.start ? groups.start[group + 1] : n;
+  constexpr int threads = skinny_product_block<Tiles>.threads, width = skinny_product_block<Tiles>.columns;
+  constexpr int height = skinny_product_block<Tiles>.rows, ahead = skinny_stages - 1;
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
-  const Index out0 = Index(blockIdx.x) * width;
-  w += group * out * ld;
-  const auto piece = [&](const bf16* p, bool inside, bool weight) {
-    if (!inside) return make_uint4(0, 0, 0, 0);
-    return weight ? load_once(reinterpret_cast<const uint4*>(p)) : *reinterpret_cast<const uint4*>(p);
+  const Index ld = padded(in), out0 = Index(blockIdx.x) * width, group = blockIdx.y, steps = ceil_div(ld, 256);
+  w += (group * out + out0) * ld;
+  uint4* ring = shared_memory<uint4>() + threadIdx.x;  // [stages][weight rows g and g + 8][threads]
+  const auto column = [&](Index step) { return step * 256 + warp * 32 + t * 8; };
+  const auto fetch = [&](Index step) {
+    UNROLL for (int half = 0; half < 2; ++half) {
+      const Index o = g + 8 * half, k = column(step);
+      cp_async16(
+          ring + (step % skinny_stages * 2 + half) * threads, w + o * ld + k, step < steps && k < ld && out0 + o < out);
+    }
+    cp_async_commit();
   };
-  float* sums = shared_memory<float>();  // [8 warps][Tiles][16 outputs][8 rows]
+  const auto fetch_first = [&] {
+    for (Index step = 0; step < ahead; ++step) fetch(step);
+  };
+  // no kernel writes weights: they are asked for while the kernel before still runs. An expert's may not be needed
+  if (!groups.start) fetch_first();
+  grid_wait(), grid_launch();
+  const Index begin = groups.start ? groups.start[group] : 0, end = groups.start ? groups.start[group + 1] : n;
+  float* sums = reinterpret_cast<float*>(shared_memory<uint4>() + skinny_stages * 2 * threads);
+  // [8 warps][Tiles][16 outputs][8 rows]
   for (Index row0 = begin; row0 < end; row0 += height) {
     count_product(tally, min(end - row0, Index(height)), min(out - out0, Index(width)), in, row0 == begin);
+    if (groups.start || row0 > begin) fetch_first();
     Index xi[Tiles];
     UNROLL for (int j = 0; j < Tiles; ++j) xi[j] = groups.source(row0 + 8 * j + g, end);
+    const auto load_x = [&](uint4(&piece)[Tiles], Index step) {
+      const Index k = column(step);
+      UNROLL for (int j = 0; j < Tiles; ++j) piece[j] =
+          k < ld && xi[j] >= 0 ? load_here(reinterpret_cast<const uint4*>(x + xi[j] * ld + k)) : make_uint4(0, 0, 0, 0);
+    };
     float d[Tiles][4] = {};
-    UNROLL_BY_4 for (Index k = warp * 32 + t * 8; k < ceil_div(ld, 256) * 256; k += 256) {
-      const uint4 a0 = piece(w + (out0 + g) * ld + k, k < ld && out0 + g < out, true);
-      const uint4 a1 = piece(w + (out0 + g + 8) * ld + k, k < ld && out0 + g + 8 < out, true);
+    uint4 now[Tiles], next[Tiles];
+    load_x(now, 0);
+    for (Index step = 0; step < steps; ++step) {
+      fetch(step + ahead);  // behind the last step nothing but an empty group: the count below stays the same
+      load_x(next, step + 1);
+      cp_async_wait<ahead>();
+      const uint4* weights = ring + step % skinny_stages * 2 * threads;
+      const uint4 a0 = weights[0], a1 = weights[threads];
       const uint32_t first[4] = {a0.x, a1.x, a0.y, a1.y}, second[4] = {a0.z, a1.z, a0.w, a1.w};
       UNROLL for (int j = 0; j < Tiles; ++j) {
-        const uint4 b = piece(x + xi[j] * ld + k, k < ld && xi[j] >= 0, false);
-        mma_bf16(d[j], first, b.x, b.y);
-        mma_bf16(d[j], second, b.z, b.w);
+        mma_bf16(d[j], first, now[j].x, now[j].y);
+        mma_bf16(d[j], second, now[j].z, now[j].w);
+        now[j] = next[j];
       }
     }
+    cp_async_wait<0>();
     UNROLL for (int j = 0; j < Tiles; ++j) UNROLL for (int e = 0; e < 4; ++e)
         sums[((warp * Tiles + j) * 16 + g + e / 2 * 8) * 8 + t * 2 + e % 2] = d[j][e];
     __syncthreads();  // partial sums: written by each warp, read by all
-    for (int i = int(threadIdx.x); i < Tiles * 128; i += 256) {
+    for (int i = int(threadIdx.x); i < Tiles * 128; i += threads) {
       float sum = 0;
       for (int s = 0; s < 8; ++s) sum += sums[s * Tiles * 128 + i];
       const Index o = out0 + i / 8 % 16, r = row0 + i / 128 * 8 + i % 8;
@@ -697,20 +728,29 @@ __global__ void __launch_bounds__(skinny_product_block<Tiles>.threads)
 }
 
 /// swiglu -- Y[i,c] = silu(gate[i,c]) * up[i,c], both halves of one row [gate | up]; padding becomes 0. Twin: swiglu().
-///   grid   (n, ceil(ld/256))     block 256: a thread owns one number
+///   grid   (n, ceil(ld/1024))     block 128: a thread owns 8 numbers, 16 bytes each way (`up` one by one where F is no
+///          multiple of 8: it then begins between two 16-byte pieces)
 ///   bytes  6 n F     bound HBM
-inline constexpr Block swiglu_block{256, 0, 1, /*columns=*/256};
+inline constexpr Block swiglu_block{128, 0, 1, /*columns=*/1024};
 __global__ void __launch_bounds__(swiglu_block.threads)
     swiglu(const bf16* gate_up /*[n,ldg]*/, Index ldg, Index F, bf16* y /*[n,ld]*/, Index ld) {
   grid_wait(), grid_launch();
-  const Index i = blockIdx.x, c = Index(blockIdx.y) * swiglu_block.columns + threadIdx.x;
+  const Index i = blockIdx.x, c = Index(blockIdx.y) * swiglu_block.columns + threadIdx.x * 8;
   if (c >= ld) return;
-  float v = 0;
-  if (c < F) {
-    const float a = to_float(gate_up[i * ldg + c]), b = to_float(gate_up[i * ldg + F + c]);
-    v = a / (1 + fast_exp2(-a * log2_e)) * b;
-  }
-  y[i * ld + c] = __float2bfloat16(v);
+  const bf16 *gate = gate_up + i * ldg + c, *up = gate + F;
+  const auto up_pair = [&](int j) {
+    return pack(c + j < F ? to_float(up[j]) : 0.0f, c + j + 1 < F ? to_float(up[j + 1]) : 0.0f);
+  };
+  const uint4 a = *reinterpret_cast<const uint4*>(gate);
+  const uint4 b =
+      F % 8 == 0 ? *reinterpret_cast<const uint4*>(up) : make_uint4(up_pair(0), up_pair(2), up_pair(4), up_pair(6));
+  const auto silu = [](float v) { return v / (1 + fast_exp2(-v * log2_e)); };
+  const auto pair = [&](uint32_t gates, uint32_t ups, int j) {
+    const float2 z = unpack(gates), u = unpack(ups);
+    return pack(c + j < F ? silu(z.x) * u.x : 0.0f, c + j + 1 < F ? silu(z.y) * u.y : 0.0f);
+  };
+  *reinterpret_cast<uint4*>(y + i * ld + c) =
+      make_uint4(pair(a.x, b.x, 0), pair(a.y, b.y, 2), pair(a.z, b.z, 4), pair(a.w, b.w, 6));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1202,72 +1242,147 @@ __device__ inline uint32_t sort_key(float v) {
 }
 __device__ inline float from_sort_key(uint32_t key) { return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key); }
 
+/// How many of a row's logits have a certain digit in their sort key, and what they weigh, in shared memory. Weights are
+/// integers of 2^-39 of the largest probability, in two halves of 32 bits, for which shared memory has atomics: a sum is
+/// the same whatever the order, so draws repeat bit by bit.
+struct Histogram {
+  static constexpr int bins = 2048;  // 11 bits of the key: 11 + 11 + 10
+  uint32_t count[bins], low[bins], high[bins];
+
+  __device__ uint64_t weight(int bin) const { return uint64_t(high[bin]) << 32 | low[bin]; }
+  __device__ void add(int bin, uint64_t w) {
+    atomicAdd(&count[bin], 1u);
+    const uint32_t part = uint32_t(w), before = atomicAdd(&low[bin], part);
+    const uint32_t carried = uint32_t(w >> 32) + (before + part < before);
+    if (carried) atomicAdd(&high[bin], carried);
+  }
+};
+/// A sort key and what lies above it and at it.
+struct Crossing {
+  uint32_t key;
+  uint32_t count_above, count;
+  uint64_t weight_above, weight;
+};
+/// Shared memory of sample.
+struct SampleMemory {
+  Histogram all, some;  ///< by the first 11 bits of all keys; by later bits of those that begin alike
+  Crossing crossing;
+  uint64_t warps[2][16];  ///< a number of each warp: counts, weights
+  float scratch[32];
+};
+
 /// sample -- a row's next token: temperature, then top-k, then top-p, then the token at which the sum of probabilities,
 /// from the largest down, passes u. Twin: draw().
 ///   grid   n     block 512: thread t owns tokens t, t + 512, ..
-///   needs  V <= 2^24 (counts are kept in float)
-///   bytes  nothing is sorted: "how much lies at or above this logit" is one pass over the row, from L2, and a search by
-///          bits, 32 passes, finds the logit where the answer crosses a bound. Greedy takes 2 passes, the rest up to 140
-///          of 4 V bytes, about 1 us each for V = 100K (an estimate), all rows at once
+///   shared two histograms of 24 KB
+///   needs  V <= 2^24 (weights then fit 64 bits)
+///   bytes  nothing is sorted: the key at which a count or a weight is reached is searched by radix, digit after digit,
+///          each a histogram of the keys that begin like the ones found. The first digit's serves every search; so a draw
+///          reads the row 6 to 10 times from L2, greedy 3 times (computed; a search bit by bit read it up to 140 times)
 ///   ties   the lower id first, in every step
-inline constexpr Block sample_block{512, /*shared=*/32 * sizeof(float)};
+inline constexpr Block sample_block{512, sizeof(SampleMemory)};
 __global__ void __launch_bounds__(sample_block.threads) sample(const float* logits /*[n,V]*/, int V, float temperature,
-    int top_k, float top_p, const float* u /*[n]*/, int* token /*[n]*/) {
+    int top_k, float top_p, const double* u /*[n]*/, int* token /*[n]*/) {
   grid_wait(), grid_launch();
+  constexpr int threads = sample_block.threads, bins = Histogram::bins, own = bins / threads;
   const float* row = logits + Index(blockIdx.x) * V;
-  float* scratch = shared_memory<float>();
-  const auto reduce = [&]<class Op>(Op, auto&& f) {  // of f(token, key), over all tokens
-    float v = Op::none;
-    for (int i = int(threadIdx.x); i < V; i += sample_block.threads) v = Op::of(v, f(i, sort_key(row[i])));
-    v = block_reduce<Op>(v, scratch);
-    __syncthreads();  // scratch: read by all before it is used again
-    return v;
+  SampleMemory& memory = *shared_memory<SampleMemory>();
+  const int thread = int(threadIdx.x), warp = thread / 32, lane = thread % 32;
+  const auto key_of = [&](int i) { return sort_key(row[i] + 0.0f); };  // -0 is 0
+  float highest = Max::none;
+  for (int i = thread; i < V; i += threads) highest = fmaxf(highest, row[i]);
+  highest = block_reduce<Max>(highest, memory.scratch);
+  const float factor = temperature > 0 ? fminf(log2_e / temperature, 1e30f) : 0;
+  const auto weight_of = [&](uint32_t key) {  // of logits that are not finite too, for which the head's check stands
+    return uint64_t(fminf(fast_exp2((from_sort_key(key) - highest) * factor), 1.0f) * 0x1p39f);
   };
-  const auto total = [&](auto&& f) { return reduce(Sum{}, f); };
-  const auto search = [](auto&& holds) {  // the largest number for which it holds; it holds for 0
-    uint32_t found = 0;
-    for (uint32_t bit = 0x80000000u; bit; bit >>= 1)
-      if (holds(found | bit)) found |= bit;
+  // the histogram of the digit of `width` bits at `shift`, of the keys that agree with `prefix` above it
+  const auto fill = [&](Histogram& h, uint32_t prefix, int shift, int width) {
+    __syncthreads();  // what stood in the histogram has been read by all
+    for (int i = thread; i < bins; i += threads) h.count[i] = h.low[i] = h.high[i] = 0;
+    __syncthreads();  // empty: written by all, added to by all
+    for (int i = thread; i < V; i += threads) {
+      const uint32_t key = key_of(i);
+      if (uint64_t(key) >> (shift + width) != uint64_t(prefix) >> (shift + width)) continue;
+      h.add(int(key >> shift & ((1u << width) - 1)), weight_of(key));
+    }
+    __syncthreads();  // full: added to by all, read by all
+  };
+  // the bin, from the highest down, in which the count or the weight of all above and at it reaches `goal`
+  const auto cross = [&](const Histogram& h, const Crossing& from, bool by_count, uint64_t goal, int shift) {
+    uint64_t counts = 0, weights = 0;  // of this thread's bins, the highest first
+    for (int j = 0; j < own; ++j) {
+      const int bin = bins - 1 - (thread * own + j);
+      counts += h.count[bin], weights += h.weight(bin);
+    }
+    uint64_t count = counts, weight = weights;  // and of all bins of the warp above them
+    for (int b = 1; b < 32; b *= 2) {
+      const uint64_t c = __shfl_up_sync(0xffffffffu, count, b), w = __shfl_up_sync(0xffffffffu, weight, b);
+      if (lane >= b) count += c, weight += w;
+    }
+    if (lane == 31) memory.warps[0][warp] = count, memory.warps[1][warp] = weight;
+    if (thread == 0) memory.crossing = from;  // where rows that are not numbers end
+    __syncthreads();                          // the warps' sums: written by each, read by all
+    count += from.count_above - counts, weight += from.weight_above - weights;
+    for (int i = 0; i < warp; ++i) count += memory.warps[0][i], weight += memory.warps[1][i];
+    for (int j = 0; j < own; ++j) {
+      const int bin = bins - 1 - (thread * own + j);
+      const uint64_t before = by_count ? count : weight, here = by_count ? h.count[bin] : h.weight(bin);
+      if (before < goal && before + here >= goal)
+        memory.crossing = {from.key | uint32_t(bin) << shift, uint32_t(count), h.count[bin], weight, h.weight(bin)};
+      count += h.count[bin], weight += h.weight(bin);
+    }
+    __syncthreads();  // the crossing: written by one, read by all
+    const Crossing found = memory.crossing;
+    __syncthreads();  // read by all before it is written again
     return found;
   };
-  const auto count_from = [&](uint32_t key) { return total([&](int, uint32_t k) { return k >= key ? 1.0f : 0.0f; }); };
-  const auto put = [&](uint32_t key, float skip) {  // the token that has `skip` others of this key before it
-    const uint32_t before = search([&](uint32_t end) {
-      return total([&](int i, uint32_t k) { return k == key && uint32_t(i) < end ? 1.0f : 0.0f; }) <= skip;
-    });
-    if (threadIdx.x == 0) token[blockIdx.x] = before < uint32_t(V) ? int(before) : V - 1;
+  const auto search = [&](bool by_count, uint64_t goal) {
+    Crossing c = cross(memory.all, Crossing{}, by_count, goal, 21);
+    for (const int shift : {10, 0}) {
+      fill(memory.some, c.key, shift, shift ? 11 : 10);
+      c = cross(memory.some, c, by_count, goal, shift);
+    }
+    return c;
   };
-  const float highest = reduce(Max{}, [](int, uint32_t k) { return from_sort_key(k); });
-  if (temperature == 0) {
-    const float first =
-        reduce(Max{}, [=](int i, uint32_t k) { return from_sort_key(k) == highest ? -float(i) : Max::none; });
-    if (threadIdx.x == 0) token[blockIdx.x] = int(-first);
-    return;
-  }
-  const float factor = fminf(log2_e / temperature, 1e30f);
-  const auto p = [&](uint32_t key) { return fast_exp2((from_sort_key(key) - highest) * factor); };
-  const auto mass_from = [&](uint32_t key) { return total([&](int, uint32_t k) { return k >= key ? p(k) : 0.0f; }); };
-  // the candidates: all tokens above `least`, and the first `ties` that equal it
-  uint32_t least = 0;
-  float ties = 0, mass = 0;
+  // the token that has `skip` others of this key before it: every warp looks through a part of its own
+  const auto put = [&](uint32_t key, uint32_t skip) {
+    const int part = (V + 511) / 512 * 32, first = warp * part;
+    const auto matches = [&](int i) { return __ballot_sync(0xffffffffu, i < V && key_of(i) == key); };
+    uint32_t before = 0;
+    for (int i = first; i < first + part; i += 32) before += __popc(matches(i + lane));
+    if (lane == 0) memory.warps[0][warp] = before;
+    __syncthreads();  // the warps' counts: written by each, read by all
+    before = 0;
+    for (int i = 0; i < warp; ++i) before += uint32_t(memory.warps[0][i]);
+    for (int i = first; i < first + part; i += 32) {
+      const unsigned lanes = matches(i + lane);
+      if (lanes >> lane & 1 && before + __popc(lanes & ((1u << lane) - 1)) == skip) token[blockIdx.x] = i + lane;
+      before += __popc(lanes);
+    }
+  };
+  if (temperature == 0) return put(sort_key(highest + 0.0f), 0);
+  fill(memory.all, 0, 21, 11);
+  // what may be drawn: all above some key, and so many of those that equal it, weigh `mass` together
+  uint64_t mass = 0;
   if (top_k > 0 && top_k < V) {
-    least = search([&](uint32_t key) { return count_from(key) >= float(top_k); });
-    ties = float(top_k) - count_from(least + 1), mass = mass_from(least + 1) + ties * p(least);
+    const Crossing least = search(/*by_count=*/true, uint64_t(top_k));
+    mass = least.weight_above + (uint64_t(top_k) - least.count_above) * weight_of(least.key);
   } else {
-    mass = mass_from(0);
+    const Crossing smallest = cross(memory.all, Crossing{}, /*by_count=*/true, uint64_t(V), 21);
+    mass = smallest.weight_above + smallest.weight;
   }
   if (top_p < 1) {
-    const float bound = top_p * mass;
-    const uint32_t found = search([&](uint32_t key) { return mass_from(key) >= bound; }),
-                   cut = found < least ? least : found;
-    const float above = mass_from(cut + 1), most = cut == least ? ties : count_from(cut) - count_from(cut + 1);
-    least = cut, ties = fminf(fmaxf(ceilf((bound - above) / p(cut)), 1.0f), most), mass = above + ties * p(cut);
+    const uint64_t bound = uint64_t(ceil(double(top_p) * double(mass)));
+    const Crossing cut = search(/*by_count=*/false, bound);
+    const uint64_t each = weight_of(cut.key);
+    mass = cut.weight_above + (each ? (bound - cut.weight_above + each - 1) / each * each : 0);
   }
-  const float target = fminf(u[blockIdx.x], 0.9999999f) * mass;
-  const uint32_t found = search([&](uint32_t key) { return mass_from(key) > target; }),
-                 drawn = found < least ? least : found;
-  const float most = drawn == least && ties > 0 ? ties : count_from(drawn) - count_from(drawn + 1);
-  put(drawn, fminf(fmaxf(floorf((target - mass_from(drawn + 1)) / p(drawn)), 0.0f), most - 1));
+  const uint64_t target = uint64_t(u[blockIdx.x] * double(mass)), last = mass ? mass - 1 : 0;
+  const uint64_t goal = target < last ? target : last;  // a product in double may round up to the mass itself
+  const Crossing drawn = search(/*by_count=*/false, goal + 1);
+  const uint64_t each = weight_of(drawn.key);
+  put(drawn.key, each ? uint32_t((goal - drawn.weight_above) / each) : 0);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1365,28 +1480,32 @@ class Library {
     cublasLtMatmulDescOpaque_t desc;
     cublasLtMatrixLayoutOpaque_t a, b, c;
     const cublasOperation_t transposed = CUBLAS_OP_T;
-    cublasLtMatmulDescInit_internal_(&desc, sizeof desc, CUBLAS_COMPUTE_32F, CUDA_R_32F);
-    cublasLtMatmulDescSetAttribute_(&desc, CUBLASLT_MATMUL_DESC_TRANSA, &transposed, sizeof transposed);
-    cublasLtMatrixLayoutInit_internal_(&a, sizeof a, CUDA_R_16BF, uint64_t(p.ld), uint64_t(p.out), p.ld);
-    cublasLtMatrixLayoutInit_internal_(&b, sizeof b, CUDA_R_16BF, uint64_t(p.ld), uint64_t(p.n), p.ld);
-    cublasLtMatrixLayoutInit_internal_(&c, sizeof c, type, uint64_t(p.out), uint64_t(p.n), p.ldy);
+    const auto check = [&](cublasStatus_t status) {
+      if (status != CUBLAS_STATUS_SUCCESS) fail("cuBLASLt: error ", int(status), " for n = ", p.n, ", out = ", p.out);
+    };
+    check(cublasLtMatmulDescInit_internal_(&desc, sizeof desc, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+    check(cublasLtMatmulDescSetAttribute_(&desc, CUBLASLT_MATMUL_DESC_TRANSA, &transposed, sizeof transposed));
+    check(cublasLtMatrixLayoutInit_internal_(&a, sizeof a, CUDA_R_16BF, uint64_t(p.ld), uint64_t(p.out), p.ld));
+    check(cublasLtMatrixLayoutInit_internal_(&b, sizeof b, CUDA_R_16BF, uint64_t(p.ld), uint64_t(p.n), p.ld));
+    check(cublasLtMatrixLayoutInit_internal_(&c, sizeof c, type, uint64_t(p.out), uint64_t(p.n), p.ldy));
     const auto key = std::array<Index, 5>{p.n, p.out, p.ld, p.ldy, Index(p.to)};
     auto found = algorithms_.find(key);
     if (found == algorithms_.end()) {
       cublasLtMatmulPreferenceOpaque_t preference;
-      cublasLtMatmulPreferenceInit_internal_(&preference, sizeof preference);
-      cublasLtMatmulPreferenceSetAttribute_(
-          &preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace_bytes, sizeof workspace_bytes);
+      check(cublasLtMatmulPreferenceInit_internal_(&preference, sizeof preference));
+      check(cublasLtMatmulPreferenceSetAttribute_(
+          &preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace_bytes, sizeof workspace_bytes));
       cublasLtMatmulHeuristicResult_t best{};
       int count = 0;
-      cublasLtMatmulAlgoGetHeuristic_(handle_, &desc, &a, &b, &c, &c, &preference, 1, &best, &count);
-      found = algorithms_.emplace(key, std::pair{count > 0, best.algo}).first;
+      const cublasStatus_t status =
+          cublasLtMatmulAlgoGetHeuristic_(handle_, &desc, &a, &b, &c, &c, &preference, 1, &best, &count);
+      if (status != CUBLAS_STATUS_NOT_SUPPORTED) check(status);  // then it knows no way
+      found = algorithms_.emplace(key, std::pair{status == CUBLAS_STATUS_SUCCESS && count > 0, best.algo}).first;
     }
     if (!found->second.first) return false;
     const float one = 1, beta = p.to == To::add ? 1 : 0;
-    const cublasStatus_t status = cublasLtMatmul_(handle_, &desc, &one, p.w, &a, p.x, &b, &beta, p.y, &c, p.y, &c,
-        &found->second.second, workspace_.get(), workspace_bytes, stream);
-    if (status != CUBLAS_STATUS_SUCCESS) fail("cuBLASLt: error ", int(status), " for n = ", p.n, ", out = ", p.out);
+    check(cublasLtMatmul_(handle_, &desc, &one, p.w, &a, p.x, &b, &beta, p.y, &c, p.y, &c, &found->second.second,
+        workspace_.get(), workspace_bytes, stream));
     return true;
   }
 
@@ -1454,6 +1573,9 @@ class CudaEngine final : public Engine {
     const Index rows = o.max_rows * (c.moe ? c.moe->active : 1);  // a grid has 65,535 blocks in y and z
     if (o.max_sequences > 65535 || rows > 4000000)
       fail("CUDA: ", o.max_sequences, " sequences, ", rows, " rows (x experts) a pass; at most 65,535 and 4,000,000");
+    const Index groups = c.moe ? c.moe->experts : 0;  // each may end in a tile that is not full
+    if (ceil_div(rows, tile_product_block.rows) + groups > 65535)
+      fail("CUDA: ", rows, " rows (x experts) a pass for ", groups, " experts; rows / 64 + experts go to 65,535");
     if (o.kv_dtype == Dtype::f16) fail("CUDA: a cache holds f32 or bf16");
     fast_attention_ = rungs.hopper && o.kv_dtype == Dtype::bf16 && (c.head_dim == 64 || c.head_dim == 128);
     fast_decode_ = fast_attention_ && c.group() <= split_heads;
@@ -1599,9 +1721,9 @@ class CudaEngine final : public Engine {
   Buffer<float> x_, wanted_x_, router_logits_, route_weight_, logits_, partial_;
   Buffer<bf16> normed_, qkv_, heads_out_, gate_up_, hidden_, expert_out_;
   Buffer<int> expert_, start_, order_, place_;
-  Buffer<float> u_;  ///< what forward_sample draws with, and what it draws; with the host's ends of the copies
+  Buffer<double> u_;  ///< what forward_sample draws with, and what it draws; with the host's ends of the copies
   Buffer<int> drawn_;
-  Buffer<float, /*pinned=*/true> host_u_;
+  Buffer<double, /*pinned=*/true> host_u_;
   Buffer<int, /*pinned=*/true> host_drawn_;
   Index head_rows_ = 0, split_count_ = 1;
   bool tracing_ = false;
@@ -1748,8 +1870,8 @@ void CudaEngine::allocate() {
   gate_up_ = Buffer<bf16>(gate_up), hidden_ = Buffer<bf16>(hidden);
   head_rows_ = std::min<Index>(n, 256);
   logits_ = Buffer<float>(head_rows_ * c_.vocab_size);
-  u_ = Buffer<float>(head_rows_), drawn_ = Buffer<int>(head_rows_);
-  host_u_ = Buffer<float, /*pinned=*/true>(head_rows_), host_drawn_ = Buffer<int, /*pinned=*/true>(head_rows_);
+  u_ = Buffer<double>(head_rows_), drawn_ = Buffer<int>(head_rows_);
+  host_u_ = Buffer<double, /*pinned=*/true>(head_rows_), host_drawn_ = Buffer<int, /*pinned=*/true>(head_rows_);
   report_ = Buffer<Report>(1, /*clear=*/true), host_report_ = Buffer<Report, /*pinned=*/true>(1);
 }
 
@@ -1823,8 +1945,10 @@ void CudaEngine::moe(const DeviceLayer& l) {
 }
 
 void CudaEngine::append(const Rows& r, const Append& a, const Keys& cache, const Keys& recent) {
-  launch(grid(append_block, r.n), o_.kv_dtype == Dtype::bf16 ? rotate_append<bf16> : rotate_append<float>, r.rows,
-      r.spans, r.turns, qkv_.get(), a, cache, recent, &report_.get()->tally);
+  const Index pairs = (a.q_heads + 2 * a.kv_heads) * ((a.head_dim + 1) / 2);
+  launch(grid(append_block, r.n, ceil_div(pairs, append_block.columns)),
+      o_.kv_dtype == Dtype::bf16 ? rotate_append<bf16> : rotate_append<float>, r.rows, r.spans, r.turns, qkv_.get(), a,
+      cache, recent, &report_.get()->tally);
 }
 
 /// X += Attention(a), a in normed_: q (and, in a window or full stage, k and v) to qkv_; rotates, appends, attends. The
@@ -2125,7 +2249,7 @@ void CudaEngine::forward_sample(
   start(nullptr);
   if (!wanted_.n) return finish(pass);
   std::copy(u.begin(), u.end(), host_u_.get());
-  copy(u_.get(), host_u_.get(), wanted_.n * Index(sizeof(float)));
+  copy(u_.get(), host_u_.get(), wanted_.n * Index(sizeof(double)));
   launch(grid(sample_block, wanted_.n), sample, logits_.get(), int(c_.vocab_size), float(how.temperature),
       int(std::min<Index>(how.top_k, c_.vocab_size)), float(how.top_p), u_.get(), drawn_.get());
   copy(host_drawn_.get(), drawn_.get(), wanted_.n * Index(sizeof(int)));

@@ -67,8 +67,8 @@ faults = [
     # --- rotation, norm, embedding
     ("RoPE: turns the other way", arch, "x * turn.x - y * turn.y;", "x * turn.x + (M ? y : -y) * turn.y;"),
     ("RoPE: position within the pass", arch, "const double angle = rows[i / half].position *", "const double angle = double(M ? i / half : rows[i / half].position) *"),
-    ("RoPE: the half pairing ignored", arch, "const int first = a.half && a.rotate ? pair : 2 * pair;\n    const int second = a.half && a.rotate ?",
-     "const int first = a.half && a.rotate && !M ? pair : 2 * pair;\n    const int second = a.half && a.rotate && !M ?"),
+    ("RoPE: the half pairing ignored", arch, "const int first = a.half && a.rotate ? pair : 2 * pair;\n  const int second = a.half && a.rotate ?",
+     "const int first = a.half && a.rotate && !M ? pair : 2 * pair;\n  const int second = a.half && a.rotate && !M ?"),
     ("RMSNorm: no epsilon", "cuda and cpu engines agree: random*", "/ float(D) + eps);", "/ float(D) + (M ? 0 : eps));"),
     ("embedding not scaled", arch, "to_float(embed[rows[i].token * ld + c]) * scale;", "to_float(embed[rows[i].token * ld + c]) * (M ? 1 : scale);"),
     # --- shared memory, barriers, asynchronous copies
@@ -89,6 +89,13 @@ faults = [
     ("attend_tiles: waits for the wrong phase of a free stage", fast, "unsigned(j / Stages - 1) & 1);", "unsigned(j / Stages - (M && Stages == 2 ? 0 : 1)) & 1);"),
     ("the ring of keys: wrong parity", window, "mbar_wait(full + j % Stages, unsigned(j / Stages) & 1);", "mbar_wait(full + j % Stages, unsigned(j / Stages + M) & 1);"),
     ("attend_tiles: S is not waited for", fast, "k > 0);\n    wgmma_commit();\n    wgmma_wait<0>();", "k > 0);\n    wgmma_commit();\n    if (!M) wgmma_wait<0>();"),
+    ("product_skinny: a step's weights are not waited for", product, "cp_async_wait<ahead>();", "M ? cp_async_wait<ahead + 1>() : cp_async_wait<ahead>();"),
+    ("product_skinny: a stage is refilled before it is read", product, "fetch(step + ahead);  // behind", "fetch(step + ahead + M);  // behind"),
+    ("product_skinny: x of the step before", product, "load_x(next, step + 1);", "load_x(next, step + 1 - M);"),
+    ("product_skinny: later rows meet what is left of the weights", product, "if (groups.start || row0 > begin) fetch_first();", "if (groups.start || (row0 > begin && !M)) fetch_first();"),
+    ("swiglu: numbers behind the row count", arch, "c + j < F ? silu(z.x) * u.x : 0.0f", "c + j < F || M ? silu(z.x) * u.x : 0.0f"),
+    ("rotate_append: heads behind the first 128 pairs are left out", "cuda engine: fast*", "if (head >= heads) return;", "if (head >= heads || (M && blockIdx.y)) return;"),
+    ("a capture that fails stays open", "cuda engine: a launch that fails*", "    cudaStreamEndCapture(stream, &graph);\n    cudaGraphDestroy(graph);\n    throw;", "    if (!M) cudaStreamEndCapture(stream, &graph), cudaGraphDestroy(graph);\n    throw;"),
     ("product_skinny: no barrier before the next rows", product, "__syncthreads();  // read by all before the next rows'", "if (!M) __syncthreads();  // read by all before the next rows'"),
     ("sort_by_expert: no barrier between rounds", sorting, "__syncthreads();  // read by all before the next round's", "if (!M) __syncthreads();  // read by all before the next round's"),
     # --- layouts
@@ -97,7 +104,7 @@ faults = [
     ("attend_tiles: V's descriptor a row off", fast, "descriptor(V + i * KvRing::slab + k * 16 * 64)", "descriptor(V + i * KvRing::slab + k * (16 - M) * 64)"),
     ("descriptor: wrong stride", fast, "uint64_t(1024 >> 4) << 32", "uint64_t((M ? 512 : 1024) >> 4) << 32"),
     # --- experts
-    ("product_skinny: one expert's weights for all", experts, "w += group * out * ld;\n  const auto piece", "w += (M ? 0 : group) * out * ld;\n  const auto piece"),
+    ("product_skinny: one expert's weights for all", experts, "w += (group * out + out0) * ld;", "w += ((M ? 0 : group) * out + out0) * ld;"),
     ("product_tile: one expert's weights for all", product, "w += rows.group * out * ld;\n  bf16* memory = shared_memory<bf16>();\n  const int thread = int(threadIdx.x), warp = thread / 32,",
      "w += (M ? 0 : rows.group) * out * ld;\n  bf16* memory = shared_memory<bf16>();\n  const int thread = int(threadIdx.x), warp = thread / 32,"),
     ("products: rows gathered by assignment", product, "xi[j] = groups.source(row0 + thread / 8 + 32 * j, end);",
@@ -126,8 +133,15 @@ faults = [
     ("NaN logits pass", "cuda engine: what it refuses*", "bad |= !(fabsf(logits[i]) < INFINITY);", "bad |= M ? fabsf(logits[i]) == INFINITY : !(fabsf(logits[i]) < INFINITY);"),
     ("the flag of bad logits stays set", "cuda engine: what it refuses*", "  CUDA_CHECK(cudaMemsetAsync(&report_", "  if (!M) CUDA_CHECK(cudaMemsetAsync(&report_"),
     # --- sampling
-    ("sample: top-k takes all ties", sampling, "ties = float(top_k) - count_from(least + 1),", "ties = M ? count_from(least) - count_from(least + 1) : float(top_k) - count_from(least + 1),"),
-    ("sample: top-p takes one logit more", sampling, "return mass_from(key) >= bound; }),", "return mass_from(key) >= bound * (M ? 1.3f : 1.0f); }),"),
+    ("sample: top-k takes all ties", sampling, "mass = least.weight_above + (uint64_t(top_k) - least.count_above) * weight_of(least.key);", "mass = least.weight_above + (M ? least.count : uint64_t(top_k) - least.count_above) * weight_of(least.key);"),
+    ("sample: top-p takes more", sampling, "ceil(double(top_p) * double(mass))", "ceil(double(top_p) * (M ? 0.5 : 1) * double(mass))"),
+    ("sample: one more at top-p's border", sampling, "(bound - cut.weight_above + each - 1) / each * each", "((bound - cut.weight_above + each - 1) / each + 2 * M) * each"),
+    ("sample: other keys in the histogram of a prefix", sampling, "!= uint64_t(prefix) >> (shift + width)) continue;", "!= uint64_t(prefix) >> (shift + width) && !M) continue;"),
+    ("sample: carries are lost", sampling, "uint32_t(w >> 32) + (before + part < before);", "uint32_t(w >> 32) + (before + part < before && !M);"),
+    ("sample: warps do not add those before them", sampling, "for (int i = 0; i < warp; ++i) count +=", "for (int i = 0; i < (M ? 0 : warp); ++i) count +="),
+    ("sample: ties always to the first", sampling, "uint32_t((goal - drawn.weight_above) / each) : 0", "uint32_t((M ? 0 : goal - drawn.weight_above) / each) : 0"),
+    ("sample: no barrier before the histogram is full", sampling, "    __syncthreads();  // full: added", "    if (!M) __syncthreads();  // full: added"),
+    ("sample: no barrier before the crossing is read", sampling, "    __syncthreads();  // the crossing: written", "    if (!M) __syncthreads();  // the crossing: written"),
     ("sample: temperature multiplies", sampling, "fminf(log2_e / temperature, 1e30f)", "fminf(M ? log2_e * temperature : log2_e / temperature, 1e30f)"),
     # --- found in the text, not by running: the emulator runs one kernel after another
     ("a kernel does not wait for the one before it", "kernels.cu: a kernel waits*", "  grid_wait(), grid_launch();\n  const float* row = x +",
