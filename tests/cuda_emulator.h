@@ -597,6 +597,7 @@ inline cudaError_t cudaStreamSynchronize(cudaStream_t s) {
 }
 inline cudaError_t cudaDeviceSynchronize() { return emu::drain_all(), cudaSuccess; }
 inline cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode) {
+  if (emu::of(s).capture) emu::fault("cudaStreamBeginCapture of a stream that is being captured");
   return emu::of(s).capture = std::make_unique<emu::Graph>(), cudaSuccess;
 }
 inline cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t* g) {

@@ -93,7 +93,7 @@ faults = [
     ("product_skinny: a stage is refilled before it is read", product, "fetch(step + ahead);  // behind", "fetch(step + ahead + M);  // behind"),
     ("product_skinny: x of the step before", product, "load_x(next, step + 1);", "load_x(next, step + 1 - M);"),
     ("product_skinny: later rows meet what is left of the weights", product, "if (groups.start || row0 > begin) fetch_first();", "if (groups.start || (row0 > begin && !M)) fetch_first();"),
-    ("swiglu: numbers behind the row count", arch, "c + j < F ? silu(z.x) * u.x : 0.0f", "c + j < F || M ? silu(z.x) * u.x : 0.0f"),
+    ("swiglu: up taken from where a padded gate would end", arch, "*up = gate + F;", "*up = gate + (M ? padded(F) : F);"),
     ("rotate_append: heads behind the first 128 pairs are left out", "cuda engine: fast*", "if (head >= heads) return;", "if (head >= heads || (M && blockIdx.y)) return;"),
     ("a capture that fails stays open", "cuda engine: a launch that fails*", "    cudaStreamEndCapture(stream, &graph);\n    cudaGraphDestroy(graph);\n    throw;", "    if (!M) cudaStreamEndCapture(stream, &graph), cudaGraphDestroy(graph);\n    throw;"),
     ("product_skinny: no barrier before the next rows", product, "__syncthreads();  // read by all before the next rows'", "if (!M) __syncthreads();  // read by all before the next rows'"),
