@@ -197,21 +197,18 @@ struct Attend {
       for (Index p = 0; p < rows; ++p) cache.append(nan.data(), nan.data(), 1, p);
     }
     cache.append(K.data(), V.data(), cached, 0);
-    const Part part{&sequence, 0, n, p0, Logits::all};
-    const Keys keys{
+    const Slice slice{&sequence, 0, n, p0, Logits::all};
+    const KvView view{
         0, reach ? reach : far, reach ? K.data() + p0 * width : nullptr, reach ? V.data() + p0 * width : nullptr};
-    const Index b = query_tile(c.group(), keys.reach), rows = b * c.group(), dh = c.head_dim;
-    AttentionScratch t{Slab(arena, 4 * (rows * (2 * dh + key_tile + 2) + key_tile * dh), Use::activation), nullptr,
-        nullptr, nullptr, nullptr, nullptr, nullptr};
-    t.q = t.memory.floats(), t.o = t.q + rows * dh, t.s = t.o + rows * dh;
-    t.v = t.s + rows * key_tile, t.max = t.v + key_tile * dh, t.sum = t.max + rows;
+    const Index b = query_tile(c.group(), view.reach), rows = b * c.group(), dh = c.head_dim;
+    AttentionScratch t(arena, rows, dh);
     if (poison) std::fill_n(t.q, rows * (2 * dh + key_tile + 2) + key_tile * dh, std::nanf(""));
     Floats O(static_cast<std::size_t>(n * c.q_dim()), std::nanf(""));
     flops = 0;
     const Index R = together ? together : c.group();
     for (Index h = 0; h < c.heads; h += R)
       for (Index i = 0; i < n; i += b)
-        flops += attention_tile(c, part, keys, h, R, i, std::min(b, n - i), Q.data(), O.data(), t);
+        flops += attention_tile(c, slice, view, h, R, i, std::min(b, n - i), Q.data(), O.data(), t);
     return O;
   }
   Index together = 0;               ///< heads a tile takes, a divisor of a group's; 0: all of the group

