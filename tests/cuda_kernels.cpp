@@ -5,6 +5,7 @@
 #include <fstream>
 #include <iterator>
 #include <numeric>
+#include <regex>
 
 #include "catch.h"
 #include "cuda_emulator.h"
@@ -156,17 +157,21 @@ void check_product(int kernel, Index n, Index out, Index in, int experts, int ac
   const Buffer<float> y(assigned * out);
   const bool grouped = experts > 1;
   const Groups groups = grouped ? Groups{dstart.get(), experts, dorder.get(), active} : Groups{};
-  const unsigned tiles = unsigned(ceil_div(assigned, kernel == 1 ? 128 : 64) + (grouped ? experts : 0));
-  if (kernel == 0)
-    launch({dim3(unsigned(ceil_div(out, 64)), tiles), 128, 49152}, product_tile<To::f32>, dx.get(), dw.get(), ld,
-        y.get(), out, n, out, groups);
-  else if (kernel == 1)
-    launch({dim3(unsigned(ceil_div(out, 128)), tiles), 256, 131072}, product_wgmma<To::f32>, dx.get(), dw.get(), ld,
-        y.get(), out, n, out, groups);
-  else
-    launch({dim3(unsigned(ceil_div(out, 16)), unsigned(experts)), 256, 16384}, product_skinny<To::f32, 4>, dx.get(),
-        dw.get(), ld, y.get(), out, n, out, groups);
+  const Buffer<Tally> tally(1, /*clear=*/true);
+  const auto run = [&](const Block& block, Index tiles, auto product) {
+    launch({dim3(unsigned(ceil_div(out, block.columns)), unsigned(tiles)), block}, product, dx.get(), dw.get(), in,
+        y.get(), out, n, out, groups, tally.get());
+  };
+  const auto tiles = [&](const Block& block) { return ceil_div(assigned, block.rows) + (grouped ? experts : 0); };
+  if (kernel == 0) run(tile_product_block, tiles(tile_product_block), product_tile<To::f32>);
+  else if (kernel == 1) run(wgmma_product_block, tiles(wgmma_product_block), product_wgmma<To::f32>);
+  else run(skinny_product_block<4>, experts, product_skinny<To::f32, 4>);
   CUDA_CHECK(cudaDeviceSynchronize());
+  Index used = 0;
+  for (std::size_t e = 0; e + 1 < start.size(); ++e) used += start[e] < start[e + 1];
+  const auto total = [](const auto& places) { return std::accumulate(std::begin(places), std::end(places), 0ull); };
+  CHECK(Index(total(tally.get()->flops)) == 2 * assigned * out * in);
+  CHECK(Index(total(tally.get()->bytes)) == 2 * used * out * in);  // once each expert that has a row
   Index e = 0;
   for (Index i = 0; i < assigned; ++i) {
     while (i >= start[std::size_t(e) + 1] && grouped) ++e;
@@ -211,6 +216,28 @@ TEST_CASE("kernels.cu: a kernel waits for the one before it before it does anyth
   CHECK(kernels == 19);
 }
 
+TEST_CASE("kernels.cu: every twin that a kernel names is a function of the CPU's program", "[cuda]") {
+  const auto read = [](const std::string& name) {
+    std::ifstream file(YOCOU_SOURCE_DIR "/" + name);
+    return std::string(std::istreambuf_iterator<char>(file), {});
+  };
+  const std::string kernels = read("kernels.cu"), program = read("yocou.cpp");
+  const std::regex line("Twins?: ([^\n]*)"), name("(\\w+)\\(\\)");
+  int twins = 0;
+  for (std::sregex_iterator l(kernels.begin(), kernels.end(), line), end; l != end; ++l) {
+    const std::string names = (*l)[1];
+    CAPTURE(names);
+    CHECK(std::regex_search(names, name));
+    for (std::sregex_iterator n(names.begin(), names.end(), name); n != end; ++n, ++twins) {
+      // a definition or a declaration: a type in front, at the start of a line or of a class's
+      const std::regex definition("\n *(\\[\\[nodiscard\\]\\] )?[A-Za-z_][\\w:<>,&* ]* [&*]?" + (*n)[1].str() + "\\(");
+      CAPTURE((*n)[1].str());
+      CHECK(std::regex_search(program, definition));
+    }
+  }
+  CHECK(twins == 13);
+}
+
 TEST_CASE("cuda engine: more rows wanted than the head takes at once", "[cuda]") {
   emu::configure(emu::schedule(0));
   const bool early_stop = GENERATE(false, true);
@@ -233,7 +260,7 @@ TEST_CASE("cuda experts: assignments are sorted stably", "[cuda]") {
     expert.get()[i] = int(rng() % 4) + 1;  // nothing for the first
     of[std::size_t(expert.get()[i])].push_back(int(i));
   }
-  launch({dim3(E), 256, 64}, sort_by_expert, expert.get(), n, start.get(), order.get(), place.get());
+  launch({dim3(E), sort_block}, sort_by_expert, expert.get(), n, start.get(), order.get(), place.get());
   CUDA_CHECK(cudaDeviceSynchronize());
   int at = 0;
   for (int e = 0; e < E; ++e) {
@@ -425,8 +452,8 @@ TEST_CASE("cuda sampling: what the sorted walk draws", "[cuda]") {
   const Buffer<int> token(rows);
   for (Index i = 0; i < rows * V; ++i) logits.get()[i] = coarse ? float(int(rng() % 5)) - 2 : 3 * normal(rng);
   for (Index i = 0; i < rows; ++i) u.get()[i] = i == 0 ? 0 : float(rng() % 1000) / 1000;
-  launch(
-      {dim3(unsigned(rows)), 512, 128}, sample, logits.get(), int(V), temperature, top_k, top_p, u.get(), token.get());
+  launch({dim3(unsigned(rows)), sample_block}, sample, logits.get(), int(V), temperature, top_k, top_p, u.get(),
+      token.get());
   CUDA_CHECK(cudaDeviceSynchronize());
   for (Index i = 0; i < rows; ++i) {
     const std::vector<float> row(logits.get() + i * V, logits.get() + (i + 1) * V);
