@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(256) fill(bf16* p, Index count, float scale, u
 }
 void fill_random(bf16* p, Index count, float scale, uint32_t seed, cudaStream_t stream = nullptr) {
   const Index blocks = std::min<Index>(ceil_div(count, 256), 4096);
-  if (count) launch({dim3(unsigned(blocks)), 256, 0, stream}, fill, p, count, scale, seed);
+  if (count) launch({dim3(unsigned(blocks)), {256}, stream}, fill, p, count, scale, seed);
 }
 Buffer<bf16> random_buffer(Index count, float scale = 1, uint32_t seed = 1) {
   Buffer<bf16> b(count);
@@ -173,6 +173,7 @@ struct Operation {
   double bytes, flops;
   Index turns;  ///< layers that take turns, so that L2 does not hold what they read
   std::function<void(Index)> work;
+  std::function<void(Index)> less = {};  ///< what work does besides: timed alone, and taken off
 };
 
 struct CudaEngineProbe {
@@ -187,39 +188,54 @@ struct CudaEngineProbe {
   /// Random keys and values in every cache: such that some keys stand out.
   static void fill_caches(CudaEngine& e) {
     uint32_t seed = 100;
-    for (auto& stage : e.caches_)
-      for (auto& cache : stage) {
-        fill_random(reinterpret_cast<bf16*>(cache.k.get()), cache.k.bytes() / 2, 3, ++seed);
-        fill_random(reinterpret_cast<bf16*>(cache.v.get()), cache.v.bytes() / 2, 1, ++seed);
-      }
+    for (auto& cache : e.caches_) {
+      fill_random(reinterpret_cast<bf16*>(cache.k.get()), cache.k.bytes() / 2, 3, ++seed);
+      fill_random(reinterpret_cast<bf16*>(cache.v.get()), cache.v.bytes() / 2, 1, ++seed);
+    }
     CUDA_CHECK(cudaDeviceSynchronize());
   }
   /// The sequence has this length, whatever its caches hold.
   static void place(CudaEngine& e, int sequence, Index length) { e.sequences_[std::size_t(sequence)].length = length; }
+  /// The pass's tables, embeddings and angles; random rows in normed_, where each operation expects them.
   static void prepare(CudaEngine& e, std::span<const Segment> pass) {
     e.prepare(pass);
-    e.ledger_ = {};
+    on(e, /*wanted=*/false);
+    e.embed();
+    fill_random(e.normed_.get(), e.normed_.count(), 1, /*seed=*/7, e.stream_);
   }
-  /// Attention of a stage for random q, k, v of the prepared pass: the heads' outputs [n, H dh].
-  static std::vector<bf16> attention(CudaEngine& e, std::size_t stage) {
-    e.run_pass();  // the rows' angles
-    fill_random(e.qkv_.get(), e.qkv_.count(), 1, /*seed=*/7, e.stream_);
-    e.attention(stage, 0, e.all_);
+  /// The next operations are for all rows, or for those whose logits are wanted.
+  static void on(CudaEngine& e, bool wanted) {
+    const bool few = wanted && e.wanted_.n != e.all_.n;
+    e.rows_ = few ? &e.wanted_ : &e.all_;
+    e.state_ = few ? e.wanted_x_.get() : e.x_.get();
+  }
+  /// Application i of a stage's layers, in the order in which they run, up to the addition to X.
+  static void mix(CudaEngine& e, Index stage, Index i) {
+    const Stage& s = e.c_.stages[std::size_t(stage)];
+    const Index kept = s.attention == Attention::shared ? std::ssize(e.caches_) - 1 : i, layer = i % s.layers;
+    e.mix(Place{stage, i / s.layers, layer, kept}, e.layers_[std::size_t(stage)][std::size_t(layer)]);
+  }
+  /// Its products, without what lies between them.
+  static void mix_products(CudaEngine& e, Index stage, Index i) {
+    const auto& layers = e.layers_[std::size_t(stage)];
+    const DeviceLayer& l = layers[std::size_t(i) % layers.size()];
+    e.product<To::bf16>(e.normed_.get(), l.qkv, e.qkv_.get(), padded(l.qkv.rows), e.rows_->n);
+    e.product<To::add>(e.heads_out_.get(), l.wo, e.state_, e.c_.dim, e.rows_->n);
+  }
+  /// What the heads of a stage answer to the prepared pass, [n, H dh].
+  static std::vector<bf16> attention(CudaEngine& e, Index stage) {
+    mix(e, stage, 0);
     return download(e.heads_out_.get(), e.all_.n * e.c_.q_dim());
   }
-  /// The experts' FFN of layer 0 on random rows.
-  static void moe(CudaEngine& e) { e.moe(e.layers_[0][0], e.all_, e.x_.get()); }
-  /// Attention of stage 0 once more, on what the last pass left.
-  static void attention_again(CudaEngine& e) { e.attention(0, 0, e.all_); }
-  static void fill_rows(CudaEngine& e) { fill_random(e.normed_.get(), e.normed_.count(), 1, 8, e.stream_); }
+  /// The experts' FFN of layer 0.
+  static void moe(CudaEngine& e) { e.moe(e.layers_[0][0]); }
 
   /// Everything that one pass launches, up to its logits: B sequences, `count` new rows each, behind N positions. `e` may
   /// be null where nothing is run; its pass must be prepared, and all its buffers hold what a pass has left there.
   static std::vector<Operation> operations(const Config& c, CudaEngine* e, Index B, Index count, Index N) {
     const Index n = B * count, self = c.stages[0].layers, cross = c.stages[1].layers, loops = c.stages[0].loops;
     const Index window = c.stages[0].window, passes = loops * self + cross, q = c.q_dim(), kv = c.kv_dim();
-    const Rows* all = e ? &e->all_ : nullptr;
-    const Rows* wanted = e ? (e->wanted_.n == n ? all : &e->wanted_) : nullptr;
+
     const auto product = [&](const std::string& name, Index times, Index m, Index out, Index in, auto work) {
       return Operation{name + ", " + std::to_string(m) + " x " + std::to_string(out) + " x " + std::to_string(in),
           times, 2.0 * double(out * in + m * (in + out)), 2.0 * double(m * out * in), self, work};
@@ -230,7 +246,7 @@ struct CudaEngineProbe {
     const double seen = double(std::min(N + count, window)), global = double(N + count);
     const double ring_bytes = count == 1 ? double(B) * seen * 4 * double(kv) : double(n) * 4 * double(kv + q);
     return {
-        {"rope_table, embed_rows", 1, 6.0 * double(n * c.dim), 0, 1, [=](Index) { e->run_pass(); }},
+        {"rope_table, embed_rows", 1, 6.0 * double(n * c.dim), 0, 1, [=](Index) { on(*e, false), e->embed(); }},
         {"rms_norm", 2 * passes, 6.0 * double(n * c.dim), 0, self,
             [=](Index i) { e->norm(e->x_.get(), nullptr, layer(0, i).attn_norm, n); }},
         product("product q k v", loops * self, n, q + 2 * kv, c.dim,
@@ -238,19 +254,18 @@ struct CudaEngineProbe {
               e->product<To::bf16>(e->normed_.get(), layer(0, i).qkv, e->qkv_.get(), padded(q + 2 * kv), n);
             }),
         {"attention, window, with rotate_append", loops * self, ring_bytes, 4.0 * double(n * q) * seen, loops * self,
-            [=](Index i) { e->attention(0, i, *all); }},
+            [=](Index i) { mix(*e, 0, i); }, [=](Index i) { mix_products(*e, 0, i); }},
         {"  of which rotate_append", 0, 4.0 * double(n * (q + 2 * kv)), 0, loops * self,
             [=](Index i) {
-              const Keys keys = e->keys_of(e->caches_[0][std::size_t(i)], Keys::ring, window, *all);
-              e->append(*all,
+              const Keys keys = e->keys_of(e->caches_[std::size_t(i)], Keys::ring, window, e->all_);
+              e->append(e->all_,
                   {padded(q + 2 * kv), int(c.heads), int(c.kv_heads), int(c.head_dim), true, false, true, false}, keys,
                   keys);
             }},
         product("product o, added to X", loops * self, n, c.dim, q,
             [=](Index i) { e->product<To::add>(e->heads_out_.get(), layer(0, i).wo, e->x_.get(), c.dim, n); }),
         {"ffn", loops * self, 2.0 * double(3 * c.dim * c.ffn_dim) + 6.0 * double(n * c.ffn_dim),
-            6.0 * double(n * c.dim * c.ffn_dim), self,
-            [=](Index i) { e->ffn(layer(0, i).gate_up, layer(0, i).down, n, e->x_.get()); }},
+            6.0 * double(n * c.dim * c.ffn_dim), self, [=](Index i) { e->ffn(layer(0, i).gate_up, layer(0, i).down); }},
         product("  of which product gate up", 0, n, 2 * c.ffn_dim, c.dim,
             [=](Index i) {
               e->product<To::bf16>(e->normed_.get(), layer(0, i).gate_up, e->gate_up_.get(), padded(2 * c.ffn_dim), n);
@@ -258,17 +273,17 @@ struct CudaEngineProbe {
         product("  of which product down, added to X", 0, n, c.dim, c.ffn_dim,
             [=](Index i) { e->product<To::add>(e->hidden_.get(), layer(0, i).down, e->x_.get(), c.dim, n); }),
         {"global K^ V^: norm, product, append", 1, 4.0 * double(c.dim * kv + n * kv), 4.0 * double(n * c.dim * kv), 1,
-            [=](Index) { e->project_global(0, *all, e->x_.get()); }},
+            [=](Index) { e->project_global(e->plan_.loops.back()); }},
         product("product q, shared stage", cross, B, q, c.dim,
             [=](Index i) { e->product<To::bf16>(e->normed_.get(), layer(1, i).qkv, e->qkv_.get(), padded(q), B); }),
         {"attention, shared", cross, double(B) * global * 4 * double(kv), 4.0 * double(B * q) * global, cross,
-            [=](Index) { e->attention(1, 0, *wanted); }},
+            [=](Index i) { on(*e, true), mix(*e, 1, i); }, [=](Index i) { on(*e, true), mix_products(*e, 1, i); }},
         product("product o, shared stage", cross, B, c.dim, q,
             [=](Index i) { e->product<To::add>(e->heads_out_.get(), layer(1, i).wo, e->x_.get(), c.dim, B); }),
         {"ffn, shared stage", cross, 2.0 * double(3 * c.dim * c.ffn_dim), 6.0 * double(B * c.dim * c.ffn_dim), cross,
-            [=](Index i) { e->ffn(layer(1, i).gate_up, layer(1, i).down, B, e->x_.get()); }},
+            [=](Index i) { on(*e, true), e->ffn(layer(1, i).gate_up, layer(1, i).down); }},
         {"head: norm, product, find_not_finite", 1, 2.0 * double(c.vocab_size * c.dim) + 8.0 * double(B * c.vocab_size),
-            2.0 * double(B * c.vocab_size * c.dim), 1, [=](Index) { e->head(*wanted, e->x_.get(), 0, B); }},
+            2.0 * double(B * c.vocab_size * c.dim), 1, [=](Index) { on(*e, true), e->head(0, B); }},
     };
   }
 };
@@ -308,7 +323,7 @@ void probe(const std::string& name) {
     a.push_back(__float2bfloat16(float(i * 7 % 11 - 5))), b.push_back(__float2bfloat16(float(i * 5 % 13 - 6)));
   const auto da = upload(a), db = upload(b);
   Buffer<float> y(4096);
-  launch({dim3(1), 128, 8192 + 16}, probe_wgmma<BMnMajor>, tensor_map(db.get(), 64, 64), da.get(), y.get());
+  launch({dim3(1), {128, 8192 + 16}}, probe_wgmma<BMnMajor>, tensor_map(db.get(), 64, 64), da.get(), y.get());
   const auto got = download(y.get(), 4096);
   int wrong = 0;
   for (int r = 0; r < 64; ++r)
@@ -466,7 +481,7 @@ void large_shapes() {
   }
   // attention: the fast kernels against the general ones, which step 2 has compared with double precision
   const LargeModel m(yoco_u(/*vocabulary=*/64, 1, 1));
-  const auto compare = [&](const std::string& name, std::size_t stage, const std::vector<Index>& lengths, Index count) {
+  const auto compare = [&](const std::string& name, Index stage, const std::vector<Index>& lengths, Index count) {
     row(name, [&] {
       std::vector<bf16> answers[2];
       Index tokens = 0;
@@ -543,8 +558,7 @@ void roofs() {
     CUDA_CHECK(cudaDeviceSynchronize());
     const unsigned blocks = unsigned(std::min<Index>(copied / (16 * 8 * 512), 1024));
     read_roof = double(copied) / seconds(stream, [&] {
-      launch(
-          {dim3(blocks), 512, 0, stream}, read_all, reinterpret_cast<const uint4*>(a.get()), copied / 16, sink.get());
+      launch({dim3(blocks), {512}, stream}, read_all, reinterpret_cast<const uint4*>(a.get()), copied / 16, sink.get());
     });
     rate("read: the floor of all that follows", read_roof / 1e9, "GB/s");
   });
@@ -599,9 +613,12 @@ void add_up(
     if (op.name.find(only) == std::string::npos) continue;
     const std::string name = op.name + (op.count ? ", " + std::to_string(op.count) + " a pass" : "");
     row(name, [&] {
-      const double time = seconds(Probe::stream(need(e)), [&] {
-        for (Index i = 0; i < op.turns; ++i) op.work(i);
-      }) / double(op.turns);
+      const auto timed = [&](const std::function<void(Index)>& work) {
+        return seconds(Probe::stream(need(e)), [&] {
+          for (Index i = 0; i < op.turns; ++i) work(i);
+        }) / double(op.turns);
+      };
+      const double time = op.less ? timed(op.work) - timed(op.less) : timed(op.work);
       const double floor = floor_of(op.bytes, op.flops);
       timing(name, time, op.bytes, op.flops, floor);
       total += double(op.count) * time, floors += double(op.count) * floor;
@@ -757,10 +774,9 @@ void others() {
     const std::vector<int> tokens = random_tokens(chunk, c.vocab_size, 3);
     const Segment part{e.open(), tokens, Logits::last};
     Probe::fill_caches(e);
-    e.forward({&part, 1}, std::vector<float>(std::size_t(c.vocab_size)).data());
-    Probe::place(e, part.sequence, 0);
     Probe::prepare(e, {&part, 1});
-    const double time = seconds(Probe::stream(e), [&] { Probe::attention_again(e); });
+    const double time = seconds(Probe::stream(e), [&] { Probe::mix(e, 0, 0); }) -
+                        seconds(Probe::stream(e), [&] { Probe::mix_products(e, 0, 0); });
     const double flops = 2.0 * double(H * DH * chunk) * double(chunk + 1), bytes = 4.0 * double(chunk * DH * (H + G));
     timing(full_name, time, bytes, flops, floor_of(bytes, flops));
   });
@@ -773,7 +789,6 @@ void others() {
       const std::vector<int> tokens = random_tokens(n, m.c.vocab_size, 3);
       const Segment part{e.open(), tokens, Logits::last};
       Probe::prepare(e, {&part, 1});
-      Probe::fill_rows(e);
       const double time = seconds(Probe::stream(e), [&] { Probe::moe(e); });
       const double flops = 6.0 * double(n * active * D * Fe), bytes = 6.0 * double(E * D * Fe);
       timing(name, time, bytes, flops, floor_of(bytes, flops));
