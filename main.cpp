@@ -1283,6 +1283,7 @@ int run(std::vector<std::string> arguments) {
 }  // namespace yocou
 
 #ifndef YOCOU_NO_MAIN
+#ifdef __x86_64__
 /// Runs before anything that was compiled for x86-64-v3.
 __attribute__((constructor(101), target("arch=x86-64"))) static void check_processor() {
   __builtin_cpu_init();
@@ -1291,6 +1292,7 @@ __attribute__((constructor(101), target("arch=x86-64"))) static void check_proce
   [[maybe_unused]] const auto written = write(STDERR_FILENO, line, sizeof line - 1);
   _exit(1);
 }
+#endif
 
 int main(int argc, char** argv) {
   struct sigaction action {};
