@@ -36,6 +36,7 @@ namespace yocou {
 
 #ifdef _OPENMP
 int thread_count() { return omp_get_max_threads(); }
+int thread_number() { return omp_get_thread_num(); }
 void set_thread_count(Index threads) { omp_set_num_threads(static_cast<int>(threads)); }
 inline int this_thread() { return omp_get_thread_num(); }
 #else  // one thread, and the pragmas mean nothing

@@ -1,35 +1,35 @@
 /// @file
-/// model.cpp -- the tests of the model, its caches and its accounting: the one unit that includes yocou.cpp; checkpoint.cpp is linked. The
-/// command line, the readers of files and the CUDA path have tests of their own.
+/// fixtures.h -- what the tests of the model share: comparisons, small models, ways to run them. It knows the program by
+/// yocou.h alone.
 ///
 /// Two kinds of comparison. The engine promises that a row's logits do not depend on chunk, batch or threads to the
 /// bit, so everything of that kind is compared with == (same()). Against double precision the limit is a formula,
 /// terms x rounding x scale (close()); a NaN is over every limit.
-#include <sys/mman.h>
-
+#pragma once
+#include <array>
+#include <cmath>
 #include <map>
 #include <nlohmann/json.hpp>
-#include <set>
+#include <numeric>
 
-#include "../yocou.cpp"
 #include "catch.h"
 #include "oracle.h"
+#include "yocou.h"
 
 namespace yocou::test {
-namespace {
 
 using Floats = std::vector<float>;
 using Tokens = std::vector<int>;
 using Doubles = std::vector<double>;
 
-constexpr double rounding = 0x1p-24;      // of float32: half a unit in the last place of 1
-constexpr double bf16_rounding = 0x1p-9;  // of BF16
+inline constexpr double rounding = 0x1p-24;      // of float32: half a unit in the last place of 1
+inline constexpr double bf16_rounding = 0x1p-9;  // of BF16
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Comparisons
 
 /// Passes when every pair differs by no more than `limit`; says where the worst is.
-void close(std::span<const float> actual, std::span<const double> expected, double limit) {
+inline void close(std::span<const float> actual, std::span<const double> expected, double limit) {
   REQUIRE(actual.size() == expected.size());
   std::size_t worst = 0;
   double most = -1;
@@ -45,7 +45,7 @@ void close(std::span<const float> actual, std::span<const double> expected, doub
 }
 
 /// The first index at which the two differ, or -1. A NaN differs from everything.
-Index first_difference(std::span<const float> a, std::span<const float> b) {
+inline Index first_difference(std::span<const float> a, std::span<const float> b) {
   if (a.size() != b.size()) return 0;
   for (std::size_t i = 0; i < a.size(); ++i)
     if (!(a[i] == b[i])) return static_cast<Index>(i);
@@ -53,7 +53,7 @@ Index first_difference(std::span<const float> a, std::span<const float> b) {
 }
 
 /// Passes when the two are equal to the bit (zeros of either sign are equal).
-void same(std::span<const float> actual, std::span<const float> expected) {
+inline void same(std::span<const float> actual, std::span<const float> expected) {
   REQUIRE(actual.size() == expected.size());
   const Index at = first_difference(actual, expected);
   const float found = at < 0 ? 0 : actual[at], wanted = at < 0 ? 0 : expected[at];
@@ -61,41 +61,30 @@ void same(std::span<const float> actual, std::span<const float> expected) {
   CHECK(at == -1);
 }
 
-double largest_of(std::span<const double> v) {
+inline double largest_of(std::span<const double> v) {
   double most = 0;
   for (const double x : v) most = std::max(most, std::fabs(x));
   return most;
 }
 
-Doubles flat(const oracle::Matrix& rows) {
+inline Doubles flat(const oracle::Matrix& rows) {
   Doubles all;
   for (const Doubles& row : rows) all.insert(all.end(), row.begin(), row.end());
   return all;
 }
 
-Doubles widened(std::span<const float> v) { return Doubles(v.begin(), v.end()); }
+inline Doubles widened(std::span<const float> v) { return Doubles(v.begin(), v.end()); }
 
 /// How far float32 logits may lie from exact ones: every application of a layer, and the head, adds to the state a sum
 /// of so many terms, each rounded once, and the norms keep relative errors as they are.
-double limit_of(const Config& c, Index N, double scale) {
+inline double limit_of(const Config& c, Index N, double scale) {
   Index applications = 1, terms = 2 * c.dim + 2 * c.q_dim();
   terms += c.moe ? c.moe->active * c.moe->dim + c.moe->shared_dim + c.moe->experts : c.ffn_dim;
   for (const Stage& s : c.stages) applications += s.layers * s.loops;
   return static_cast<double>(applications * (terms + N)) * rounding * scale;
 }
 
-std::uint16_t bf16_bits(float v) {
-  Bf16 b;
-  store(v, &b);
-  return b.bits;
-}
-std::uint16_t f16_bits(float v) {
-  F16 h;
-  store(v, &h);
-  return h.bits;
-}
-
-Floats random_floats(std::size_t count, std::uint64_t seed, float spread = 1) {
+inline Floats random_floats(std::size_t count, std::uint64_t seed, float spread = 1) {
   std::mt19937_64 random(seed);
   std::normal_distribution<float> normal(0, spread);
   Floats v(count);
@@ -106,25 +95,25 @@ Floats random_floats(std::size_t count, std::uint64_t seed, float spread = 1) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Small models
 
-const std::vector<std::string>& arch_names() {
+inline const std::vector<std::string>& arch_names() {
   static const std::vector<std::string> names{
       "yoco-u", "yoco", "transformer", "ut", "rins", "upper-loop", "upper-loop-unshared"};
   return names;
 }
 
-Stage window(Index layers, Index loops, Index W) {
+inline Stage window(Index layers, Index loops, Index W) {
   return {"low", layers, loops, Attention::window, W, /*rope=*/true, /*refresh_kv=*/false};
 }
-Stage full(Index layers, Index loops) {
+inline Stage full(Index layers, Index loops) {
   return {"mid", layers, loops, Attention::full, 0, /*rope=*/true, /*refresh_kv=*/false};
 }
-Stage shared(Index layers, Index loops = 1, bool refresh = false) {
+inline Stage shared(Index layers, Index loops = 1, bool refresh = false) {
   return {"top", layers, loops, Attention::shared, 0, /*rope=*/false, refresh};
 }
-Stage rope(Stage s, bool on) { return s.rope = on, s; }
+inline Stage rope(Stage s, bool on) { return s.rope = on, s; }
 
 /// A small model of odd sizes: heads 4 over 2 KV heads, dh 6.
-Config small_config(std::vector<Stage> stages) {
+inline Config small_config(std::vector<Stage> stages) {
   Config c;
   c.vocab_size = 29, c.dim = 20, c.heads = 4, c.kv_heads = 2, c.head_dim = 6, c.ffn_dim = 22;
   c.stages = std::move(stages);
@@ -142,14 +131,15 @@ class Toy {
       : c(std::move(config)), w(empty_weights(c)) {
     std::mt19937_64 random(seed);
     std::normal_distribution<float> normal;
-    for_each_tensor(c, w, [&](const std::string&, const Shape& shape, Tensor& t) {
+    for_each_tensor(c, w, [&](const std::string& name, const Shape& shape, Tensor& t) {
       const Dtype type = dtype ? *dtype : static_cast<Dtype>(random() % 3);
       t = as_matrix(nullptr, type, shape);
-      memory_.emplace_back(static_cast<std::size_t>(t.bytes() + size_of(type)));
-      t.data = memory_.back().data() + size_of(type);
+      std::vector<char>& memory = memory_[name];
+      memory.resize(static_cast<std::size_t>(t.bytes() + size_of(type)));
+      t.data = memory.data() + size_of(type);
       const float spread = shape.size() == 1 ? 0.3f : 1.5f / std::sqrt(static_cast<float>(shape.back()));
       const float base = shape.size() == 1 ? 1.f : 0.f;
-      change(t, [&](Index, Index, float) { return base + spread * normal(random); });
+      set(name, t, [&](Index, Index, float) { return base + spread * normal(random); });
     });
     if (c.tied_embeddings) w.head = w.embed;
   }
@@ -159,31 +149,31 @@ class Toy {
   template <class F>
   void set(const std::string& name, F&& f) {
     bool found = false;
-    for_each_tensor(c, w, [&](const std::string& n, const Shape&, Tensor& t) {
-      if (n == name) found = true, change(t, f);
+    for_each_tensor(c, w, [&](const std::string& n, const Shape&, const Tensor& t) {
+      if (n == name) found = true, set(name, t, f);
     });
     REQUIRE(found);
   }
 
  private:
   template <class F>
-  static void change(Tensor& t, F&& f) {
-    with_type(t.dtype, [&](auto num) {
-      auto* p = static_cast<decltype(num)*>(const_cast<void*>(t.data));
-      for (Index r = 0; r < t.rows; ++r)
-        for (Index k = 0; k < t.cols; ++k, ++p) store(f(r, k, to_float(*p)), p);
-    });
+  void set(const std::string& name, const Tensor& t, F&& f) {
+    Floats numbers(static_cast<std::size_t>(t.rows * t.cols));
+    widen(t, 0, std::ssize(numbers), numbers.data());
+    for (Index r = 0, at = 0; r < t.rows; ++r)
+      for (Index k = 0; k < t.cols; ++k, ++at) numbers[at] = f(r, k, numbers[at]);
+    narrow(numbers.data(), std::ssize(numbers), t.dtype, memory_[name].data() + size_of(t.dtype));
   }
-  std::vector<std::vector<char>> memory_;
+  std::map<std::string, std::vector<char>> memory_;
 };
 
-Config with_moe(Config c, const Moe& moe) {
+inline Config with_moe(Config c, const Moe& moe) {
   c.ffn_dim = 0;
   c.moe = moe;
   return c;
 }
 
-Tokens tokens_of(const Config& c, Index n, std::uint64_t seed = 7) {
+inline Tokens tokens_of(const Config& c, Index n, std::uint64_t seed = 7) {
   std::mt19937_64 random(seed);
   Tokens tokens(static_cast<std::size_t>(n));
   for (int& t : tokens) t = static_cast<int>(random() % static_cast<std::uint64_t>(c.vocab_size));
@@ -200,36 +190,38 @@ struct How {
 };
 
 /// All logits [N,V] of a sequence, by one engine of its own.
-Floats run_all(const Config& c, const Weights& w, const Tokens& tokens, const How& how = {}) {
+inline Floats run_all(const Config& c, const Weights& w, const Tokens& tokens, const How& how = {}) {
   const Index N = std::ssize(tokens), K = std::min(how.prefill, N), V = c.vocab_size;
-  CpuEngine engine(c, w, {how.kv, std::max<Index>(1, std::min(how.chunk, K)), N, 1});
-  const int sequence = engine.open();
+  const auto engine = make_cpu_engine(c, w, {how.kv, std::max<Index>(1, std::min(how.chunk, K)), N, 1});
+  const int sequence = engine->open();
   Floats out(static_cast<std::size_t>(N * V));
-  forward_all(engine, c, sequence, std::span(tokens).first(K), how.chunk,
+  forward_all(*engine, c, sequence, std::span(tokens).first(K), how.chunk,
       [&](Index first, Index n, const float* rows) { std::copy_n(rows, n * V, out.begin() + first * V); });
-  for (Index i = K; i < N; ++i) decode(engine, {&sequence, 1}, {&tokens[i], 1}, &out[i * V]);
+  for (Index i = K; i < N; ++i) decode(*engine, {&sequence, 1}, {&tokens[i], 1}, &out[i * V]);
   return out;
 }
-Floats run_all(const Toy& toy, const Tokens& tokens, const How& how = {}) { return run_all(toy.c, toy.w, tokens, how); }
+inline Floats run_all(const Toy& toy, const Tokens& tokens, const How& how = {}) {
+  return run_all(toy.c, toy.w, tokens, how);
+}
 
 /// The last row's logits [V] as `generate` gets them: prefill of how.prefill tokens with the early stop, then decode.
-Floats run_last(const Toy& toy, const Tokens& tokens, const How& how = {}) {
+inline Floats run_last(const Toy& toy, const Tokens& tokens, const How& how = {}) {
   const Index N = std::ssize(tokens), K = std::min(how.prefill, N);
-  CpuEngine engine(toy.c, toy.w, {how.kv, std::min(how.chunk, K), N, 1});
-  const int sequence = engine.open();
+  const auto engine = make_cpu_engine(toy.c, toy.w, {how.kv, std::min(how.chunk, K), N, 1});
+  const int sequence = engine->open();
   Floats out(static_cast<std::size_t>(toy.c.vocab_size));
-  prefill(engine, sequence, std::span(tokens).first(K), how.chunk, out.data());
-  for (Index i = K; i < N; ++i) decode(engine, {&sequence, 1}, {&tokens[i], 1}, out.data());
+  prefill(*engine, sequence, std::span(tokens).first(K), how.chunk, out.data());
+  for (Index i = K; i < N; ++i) decode(*engine, {&sequence, 1}, {&tokens[i], 1}, out.data());
   return out;
 }
 
-std::span<const float> row(const Floats& logits, Index i, Index V) {
+inline std::span<const float> row(const Floats& logits, Index i, Index V) {
   return std::span(logits).subspan(static_cast<std::size_t>(i * V), static_cast<std::size_t>(V));
 }
-std::span<const float> last_row(const Floats& logits, Index V) { return std::span(logits).last(V); }
+inline std::span<const float> last_row(const Floats& logits, Index V) { return std::span(logits).last(V); }
 
 /// Holds a model against the oracle; returns the logits.
-Floats hold(const Toy& toy, const Tokens& tokens, Dtype kv = Dtype::f32) {
+inline Floats hold(const Toy& toy, const Tokens& tokens, Dtype kv = Dtype::f32) {
   const oracle::Result right = oracle::forward(toy.c, toy.w, tokens, kv == Dtype::bf16);
   const Doubles expected = flat(right.logits);
   const Floats found = run_all(toy, tokens, {kv});
@@ -244,7 +236,7 @@ Floats hold(const Toy& toy, const Tokens& tokens, Dtype kv = Dtype::f32) {
 }
 
 /// One of the seven archs at small sizes: L 4 (2 + 2), W 5.
-Config small_arch(const std::string& arch, Index loops = 0) {
+inline Config small_arch(const std::string& arch, Index loops = 0) {
   Config c = make_config("tiny", arch, {});
   const Config sizes = small_config({});
   c.vocab_size = sizes.vocab_size, c.dim = sizes.dim, c.heads = sizes.heads, c.kv_heads = sizes.kv_heads;
@@ -255,7 +247,7 @@ Config small_arch(const std::string& arch, Index loops = 0) {
 }
 
 /// Any config that a checkpoint may hold, in small.
-Config random_config(std::mt19937_64& random) {
+inline Config random_config(std::mt19937_64& random) {
   const auto one_of = [&](std::initializer_list<Index> v) { return *(v.begin() + random() % v.size()); };
   const auto coin = [&] { return random() % 2 == 0; };
   Config c;
@@ -289,14 +281,6 @@ Config random_config(std::mt19937_64& random) {
 }
 
 /// A config in a line, for messages.
-std::string brief(const Config& c) { return config_json(c).dump(); }
+inline std::string brief(const Config& c) { return config_json(c).dump(); }
 
-}  // namespace
 }  // namespace yocou::test
-
-#include "model_accounting.h"
-#include "model_attention.h"
-#include "model_forward.h"
-#include "model_golden.h"
-#include "model_numbers.h"
-#include "model_properties.h"

@@ -1,6 +1,9 @@
 /// @file
-/// model_accounting.h -- part of model.cpp: the formulas against counting one by one, and against what ran.
-#pragma once
+/// model_accounting.cpp -- the formulas against counting one by one, and against what ran.
+#include <map>
+#include <set>
+
+#include "fixtures.h"
 
 namespace yocou::test {
 namespace {
@@ -35,17 +38,17 @@ Wide matrices(const Config& c, const std::map<std::string, Shape>& shapes, const
   return sum;
 }
 
-/// Every row of every pass of a run over the positions first .. last-1 of which only the last wants logits.
-Wide flops_by_counting(const Config& c, Index first, Index last) {
+/// Every row of every pass of a run over the positions first .. last-1 of which the last `wanted` get logits.
+Wide flops_by_counting(const Config& c, Index first, Index last, Index wanted = 1) {
   const auto shapes = shapes_of(c);
-  Wide sum = 2 * static_cast<Wide>(c.vocab_size) * static_cast<Wide>(c.dim);  // the head, once
+  Wide sum = 2 * static_cast<Wide>(wanted) * static_cast<Wide>(c.vocab_size) * static_cast<Wide>(c.dim);  // the head
   for (const Stage& s : c.stages)
     for (Index t = 0; t < s.loops; ++t)
       for (Index p = first; p < last; ++p) {
         const bool is_shared = s.attention == Attention::shared;
         if (is_shared && (t == 0 || s.refresh_kv))
           sum += 2 * (elements(shapes.at("kv.wk")) + elements(shapes.at("kv.wv")));
-        if (is_shared && p != last - 1 && !(s.refresh_kv && t + 1 < s.loops)) continue;
+        if (is_shared && p < last - wanted && !(s.refresh_kv && t + 1 < s.loops)) continue;
         Wide keys = 0;
         for (Index j = 0; j <= p; ++j) keys += s.attention != Attention::window || j > p - s.window;
         for (Index l = 0; l < s.layers; ++l)
@@ -107,6 +110,71 @@ TEST_CASE("cache bytes and FLOP by formula equal counting over positions, layers
       CHECK(prefill_flops(c, N).v == flops_by_counting(c, 0, N));
       CHECK(decode_flops(c, N).v == flops_by_counting(c, N, N + 1));
     }
+}
+
+TEST_CASE("FLOP of a range of positions equal counting, and the ranges of a run add up to it", "[cost]") {
+  for (const Config& c : costed_configs()) {
+    CAPTURE(brief(c));
+    const auto flops = [&](Index p0, Index p1, Index wanted) { return total(flops_bill(c, p0, p1, wanted)); };
+    for (const auto& [p0, p1] : std::vector<std::pair<Index, Index>>{{0, 1}, {0, 7}, {1, 6}, {5, 70}, {64, 67}})
+      for (const Index wanted : {Index{0}, Index{1}, (p1 - p0) / 2, p1 - p0}) {
+        CAPTURE(p0, p1, wanted);
+        CHECK(flops(p0, p1, wanted).v == flops_by_counting(c, p0, p1, wanted));
+      }
+    for (const Index N : {2, 5, 64, 300}) {
+      CAPTURE(N);
+      for (const Index cut : {Index{1}, N / 2, N - 1}) {  // a prefill in two chunks, of which the first wants nothing
+        CHECK(flops(0, cut, 0) + flops(cut, N, 1) == prefill_flops(c, N));
+        CHECK(flops(0, cut, cut) + flops(cut, N, N - cut) == flops(0, N, N));
+      }
+      Exact steps = prefill_flops(c, 1);
+      for (Index i = 1; i < N; ++i) steps += decode_flops(c, i);
+      CHECK(steps == flops(0, N, N));  // token by token every position gets its logits
+    }
+  }
+}
+
+/// Holds a bill against its total: every term says its numbers and their product.
+void explains(const Bill& bill, Exact cost) {
+  Exact sum = 0;
+  for (const Term& t : bill) {
+    const std::string text = t.text();
+    CAPTURE(t.of, text);
+    const std::size_t last = text.rfind(" = "), first = text.find(" = ");
+    REQUIRE(first < last);
+    CHECK(text.substr(last + 3) == to_string(t.value()));
+    Exact product = 1;
+    std::istringstream numbers(text.substr(first + 3, last - first - 3));
+    Index factors = 0;
+    for (std::string word; numbers >> word;)
+      if (word != "x") product = product * Exact(std::stoll(word)), ++factors;
+    CHECK(product == t.value());
+    CHECK(factors == std::ssize(t.factors));
+    CHECK(!t.of.empty());
+    std::string symbols;
+    for (const Factor& f : t.factors) symbols += (symbols.empty() ? "" : " ") + std::string(f.symbol);
+    CHECK(text.substr(0, first) == symbols);
+    sum += product;
+  }
+  CHECK(sum == cost);
+}
+
+TEST_CASE("bills explain themselves: every term ends in its value, and the values add up to the cost", "[cost]") {
+  std::vector<Config> all = costed_configs();
+  for (const char* shape : {"1.3b", "10b-moe"})
+    for (const std::string& arch : arch_names()) all.push_back(make_config(shape, arch, {}));
+  for (const Config& c : all)
+    for (const Index N : {1, 257, 262144}) {
+      CAPTURE(brief(c), N);
+      explains(cache_bill(c, N, 2), cache_bytes(c, N, 2));
+      explains(flops_bill(c, 0, N, 1), prefill_flops(c, N));
+      explains(flops_bill(c, N, N + 1, 1), decode_flops(c, N));
+      explains(decode_bytes_bill(c, N, 3, 2, 4), decode_bytes(c, N, 3, 2, 4));
+      explains(params_bill(c, c.moe ? c.moe->experts : 0), count_params(c).params);
+      explains(params_bill(c, c.moe ? c.moe->active : 0), count_params(c).active);
+    }
+  const Term t{"self: wq", {{"2", 2}, {"D", 2560}, {"T", 3}}};
+  CHECK(t.text() == "2 D T = 2 x 2560 x 3 = 15360");
 }
 
 TEST_CASE("parameters by formula equal the elements of the tensors", "[cost]") {
@@ -172,36 +240,36 @@ TEST_CASE("counted FLOP, bytes and rows equal the formulas: every arch, chunk, b
           for (const Dtype kv : {Dtype::f32, Dtype::bf16}) {
             if (N > 64 && (batch > 1 || (kv == Dtype::f32) == moe)) continue;  // of the long ones a quarter
             const Index s = size_of(kv);
-            CpuEngine engine(toy.c, toy.w, {kv, 300, 1000, batch});
+            const auto engine = make_cpu_engine(toy.c, toy.w, {kv, 300, 1000, batch});
             Floats logits(static_cast<std::size_t>(batch * c.vocab_size));
             std::vector<int> sequences;
             for (Index b = 0; b < batch; ++b) {
-              sequences.push_back(engine.open());
-              prefill(engine, sequences.back(), tokens_of(c, N, static_cast<std::uint64_t>(b)), chunk, logits.data());
+              sequences.push_back(engine->open());
+              prefill(*engine, sequences.back(), tokens_of(c, N, static_cast<std::uint64_t>(b)), chunk, logits.data());
             }
             CAPTURE(arch, moe, batch, N, chunk, s);
             const Wide B = static_cast<Wide>(batch);
-            CHECK(B * prefill_flops(c, N).v == engine.counters.flops);
-            CHECK(B * cache_bytes(c, N, s).v == static_cast<Wide>(engine.cache_bytes()));
+            CHECK(B * prefill_flops(c, N).v == engine->counters.flops);
+            CHECK(B * cache_bytes(c, N, s).v == static_cast<Wide>(engine->cache_bytes()));
             Index last_loops = 1;
             for (const Stage& stage : c.stages) {
               if (stage.attention != Attention::shared) continue;
               const Index copies = stage.refresh_kv ? stage.loops : 1;
               last_loops = stage.loops;
-              CHECK(engine.global_rows() == batch * copies * N);
-              CHECK(engine.counters.cross_positions ==
+              CHECK(engine->global_rows() == batch * copies * N);
+              CHECK(engine->counters.cross_positions ==
                     static_cast<std::uint64_t>(batch * (stage.refresh_kv ? (stage.loops - 1) * N + 1 : stage.loops)));
             }
             if (!c.has_shared()) {
-              CHECK(engine.global_rows() == 0);
-              CHECK(engine.counters.cross_positions == 0);
+              CHECK(engine->global_rows() == 0);
+              CHECK(engine->counters.cross_positions == 0);
             }
             for (Index k = 0; k < 3; ++k) {
-              const Counters before = engine.counters;
-              decode(engine, sequences, tokens_of(c, batch, static_cast<std::uint64_t>(k)), logits.data());
-              const Counters step = engine.counters - before;
+              const Counters before = engine->counters;
+              decode(*engine, sequences, tokens_of(c, batch, static_cast<std::uint64_t>(k)), logits.data());
+              const Counters step = engine->counters - before;
               CHECK(B * decode_flops(c, N + k).v == step.flops);
-              CHECK(B * cache_bytes(c, N + k + 1, s).v == static_cast<Wide>(engine.cache_bytes()));
+              CHECK(B * cache_bytes(c, N + k + 1, s).v == static_cast<Wide>(engine->cache_bytes()));
               if (c.has_shared()) CHECK(step.cross_positions == static_cast<std::uint64_t>(batch * last_loops));
             }
           }
@@ -213,15 +281,15 @@ TEST_CASE("counted bytes of a dense decode step are the formula's less gains and
     const Toy toy(small_arch(arch), 73, Dtype::bf16);
     const Config& c = toy.c;
     const Index N = 40, batch = 2;
-    CpuEngine engine(toy.c, toy.w, {Dtype::f32, N, 200, batch});
+    const auto engine = make_cpu_engine(toy.c, toy.w, {Dtype::f32, N, 200, batch});
     Floats logits(static_cast<std::size_t>(batch * c.vocab_size));
     std::vector<int> sequences;
     for (Index b = 0; b < batch; ++b) {
-      sequences.push_back(engine.open());
-      prefill(engine, sequences.back(), tokens_of(c, N), N, logits.data());
+      sequences.push_back(engine->open());
+      prefill(*engine, sequences.back(), tokens_of(c, N), N, logits.data());
     }
-    const Counters before = engine.counters;
-    decode(engine, sequences, tokens_of(c, batch), logits.data());
+    const Counters before = engine->counters;
+    decode(*engine, sequences, tokens_of(c, batch), logits.data());
     Index gains = 1;  // the final norm's
     for (const Stage& s : c.stages) {
       gains += 2 * s.layers * s.loops;
@@ -229,7 +297,7 @@ TEST_CASE("counted bytes of a dense decode step are the formula's less gains and
     }
     const Index uncounted = (gains + batch) * c.dim * 2;
     CAPTURE(arch);
-    CHECK(static_cast<Index>((engine.counters - before).bytes) ==
+    CHECK(static_cast<Index>((engine->counters - before).bytes) ==
           static_cast<Index>(decode_bytes(c, N, batch, 2, 4).v) - uncounted);
   }
 }

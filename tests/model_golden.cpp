@@ -1,7 +1,12 @@
 /// @file
-/// model_golden.h -- part of model.cpp: logits that an independent model, written in PyTorch and run in float64, gave
-/// for stored checkpoints (data/golden.py), and files that Python's safetensors library wrote.
-#pragma once
+/// model_golden.cpp -- logits that an independent model, written in PyTorch and run in float64, gave for
+/// stored checkpoints (data/golden.py), and files that Python's safetensors library wrote.
+#include <unistd.h>
+
+#include <filesystem>
+#include <map>
+
+#include "fixtures.h"
 
 namespace yocou::test {
 namespace {

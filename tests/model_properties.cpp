@@ -1,6 +1,8 @@
 /// @file
-/// model_properties.h -- part of model.cpp: what must hold between runs of the program, no oracle needed.
-#pragma once
+/// model_properties.cpp -- what must hold between runs of the program, no oracle needed.
+#include <map>
+
+#include "fixtures.h"
 
 namespace yocou::test {
 namespace {
@@ -244,19 +246,19 @@ TEST_CASE("prompts about the ring's length, 20 greedy tokens, equal recomputing 
         written.push_back(greedy(last_row(run_all(toy, again), V)));
         again.push_back(written.back());
       }
-      CpuEngine engine(toy.c, toy.w, {Dtype::f32, N, N + 20, 1});
-      const int sequence = engine.open();
-      const Index bytes = engine.cache_bytes();
+      const auto engine = make_cpu_engine(toy.c, toy.w, {Dtype::f32, N, N + 20, 1});
+      const int sequence = engine->open();
+      const Index bytes = engine->cache_bytes();
       Floats logits(static_cast<std::size_t>(V));
-      prefill(engine, sequence, prompt, N, logits.data());
+      prefill(*engine, sequence, prompt, N, logits.data());
       Tokens found{greedy(logits)};
       while (found.size() < 20) {
-        decode(engine, {&sequence, 1}, {&found.back(), 1}, logits.data());
+        decode(*engine, {&sequence, 1}, {&found.back(), 1}, logits.data());
         found.push_back(greedy(logits));
       }
       CAPTURE(W, N);
       CHECK(found == written);
-      CHECK(engine.cache_bytes() - bytes == 256 * 2 * toy.c.kv_dim() * 4);  // the global block; the rings as before
+      CHECK(engine->cache_bytes() - bytes == 256 * 2 * toy.c.kv_dim() * 4);  // the global block; the rings as before
     }
 }
 
@@ -271,9 +273,9 @@ TEST_CASE("a batch equals its sequences alone, whatever their lengths and howeve
       tokens.push_back(tokens_of(c, N + 4, static_cast<std::uint64_t>(N)));
       right.push_back(run_all(toy, tokens.back()));
     }
-    CpuEngine engine(toy.c, toy.w, {Dtype::f32, 200, 400, 5});
+    const auto engine = make_cpu_engine(toy.c, toy.w, {Dtype::f32, 200, 400, 5});
     std::vector<int> sequences;
-    for (std::size_t b = 0; b < 5; ++b) sequences.push_back(engine.open());
+    for (std::size_t b = 0; b < 5; ++b) sequences.push_back(engine->open());
     CAPTURE(brief(c));
     // pass 1: a part of every prompt, each wanting something else; pass 2: the rest, beside one that already decodes
     std::vector<Index> done(5, 0);
@@ -294,7 +296,7 @@ TEST_CASE("a batch equals its sequences alone, whatever their lengths and howeve
       }
       if (pass.empty()) break;
       Floats logits(rows.size() * static_cast<std::size_t>(V) + 1, -77.f);
-      engine.forward(pass, logits.data());
+      engine->forward(pass, logits.data());
       Floats expected;
       for (const auto& [b, p] : rows)
         expected.insert(expected.end(), right[b].begin() + p * V, right[b].begin() + (p + 1) * V);
@@ -308,30 +310,82 @@ TEST_CASE("a closed sequence leaves nothing to the next one", "[property]") {
   for (const Config& c : kinds()) {
     const Toy toy(c);
     const Tokens first = tokens_of(c, 50, 1), second = tokens_of(c, 20, 2);
-    CpuEngine engine(toy.c, toy.w, {Dtype::f32, 50, 100, 2});
+    const auto engine = make_cpu_engine(toy.c, toy.w, {Dtype::f32, 50, 100, 2});
     Floats logits(static_cast<std::size_t>(c.vocab_size));
-    const int other = engine.open();
-    prefill(engine, other, first, 50, logits.data());
+    const int other = engine->open();
+    prefill(*engine, other, first, 50, logits.data());
     for (int i = 0; i < 3; ++i) {
-      const int a = engine.open();
-      prefill(engine, a, first, 50, logits.data());
-      engine.close(a);
-      const int b = engine.open();
+      const int a = engine->open();
+      prefill(*engine, a, first, 50, logits.data());
+      engine->close(a);
+      const int b = engine->open();
       CHECK(a == b);
-      prefill(engine, b, second, 7, logits.data());
+      prefill(*engine, b, second, 7, logits.data());
       same(logits, last_row(run_all(toy, second), c.vocab_size));
-      engine.close(b);
+      engine->close(b);
     }
     const Tokens next{3};
-    decode(engine, {&other, 1}, next, logits.data());  // and the one beside them has noticed nothing
+    decode(*engine, {&other, 1}, next, logits.data());  // and the one beside them has noticed nothing
     Tokens all = first;
     all.push_back(3);
     same(logits, last_row(run_all(toy, all), c.vocab_size));
   }
 }
 
+TEST_CASE("an engine keeps its own copy of the config", "[property]") {
+  for (const Config& kind : kinds()) {
+    const Toy toy(kind);
+    const Tokens tokens = tokens_of(kind, 30);
+    const Floats right = run_last(toy, tokens);
+    Config c = kind;
+    const auto engine = make_cpu_engine(c, toy.w, {Dtype::f32, 30, 30, 1});
+    for (Stage& s : c.stages) s.loops += 3, s.layers += 1, s.window *= 2;  // the caller's: caches that nobody has made
+    c.vocab_size = 1, c.dim = 1, c.head_dim = 2, c.norm_eps = 1;
+    const int sequence = engine->open();
+    Floats logits(static_cast<std::size_t>(kind.vocab_size));
+    prefill(*engine, sequence, std::span(tokens).first(20), 30, logits.data());
+    for (std::size_t i = 20; i < 30; ++i) decode(*engine, {&sequence, 1}, {&tokens[i], 1}, logits.data());
+    CAPTURE(brief(kind));
+    same(logits, right);
+    CHECK(Exact(engine->cache_bytes()) == cache_bytes(kind, 30, 4));
+  }
+}
+
+TEST_CASE("a sequence that is not open is refused in one line by everything that takes one", "[property]") {
+  const Toy toy(small_arch("yoco-u"));
+  const Tokens tokens = tokens_of(toy.c, 12);
+  const Floats right = run_all(toy, tokens);
+  const auto engine = make_cpu_engine(toy.c, toy.w, {Dtype::f32, 24, 100, 4});
+  const int open = engine->open(), closed = engine->open();
+  engine->close(closed);
+  Floats logits(static_cast<std::size_t>(3 * toy.c.vocab_size));
+  Tokens drawn(3);
+  const Doubles u(3, 0.5);
+  const Index bytes = engine->cache_bytes();
+  for (std::size_t i = 0; i < tokens.size(); ++i) {
+    for (const int number : {closed, closed + 1, -1, 1 << 30}) {
+      const std::string line = "sequence " + std::to_string(number) + " is not open";
+      const Segment bad{number, tokens, Logits::last}, good{open, std::span(tokens).subspan(i), Logits::last};
+      const Segment before[] = {bad, good}, behind[] = {good, bad};
+      CHECK_THROWS_WITH(engine->close(number), line);
+      for (const std::span<const Segment> pass :
+          {std::span(&bad, 1), std::span<const Segment>(before), std::span<const Segment>(behind)}) {
+        CHECK_THROWS_WITH(engine->forward(pass, logits.data()), line);
+        CHECK_THROWS_WITH(engine->forward_sample(pass, {}, std::span(u).first(pass.size()), drawn.data()), line);
+      }
+    }
+    decode(*engine, {&open, 1}, {&tokens[i], 1}, logits.data());  // what was refused has left no trace
+    same(std::span(logits).first(toy.c.vocab_size), row(right, static_cast<Index>(i), toy.c.vocab_size));
+  }
+  CHECK(engine->open() == closed);
+  engine->close(closed);
+  CHECK(engine->cache_bytes() > bytes);  // the open one's block alone
+  engine->close(open);
+  CHECK(engine->cache_bytes() == 0);
+}
+
 TEST_CASE("any number of threads gives the same bits, at sizes where threads work", "[property][threads]") {
-  const int before = omp_get_max_threads();
+  const int before = thread_count();
   for (const bool moe : {false, true}) {
     Config c = small_config({window(1, 2, 100), full(1, 1), shared(1)});
     c.dim = 130, c.heads = 6, c.kv_heads = moe ? 2 : 1, c.head_dim = 36, c.ffn_dim = 300, c.vocab_size = 257;
@@ -340,10 +394,10 @@ TEST_CASE("any number of threads gives the same bits, at sizes where threads wor
     const Tokens tokens = tokens_of(c, 640);
     std::vector<Floats> found;
     for (const int threads : {1, 2, 3, 5}) {
-      omp_set_num_threads(threads);
+      set_thread_count(threads);
       for (const How& how : {How{Dtype::bf16}, How{Dtype::bf16, 123, 630}}) found.push_back(run_all(toy, tokens, how));
     }
-    omp_set_num_threads(before);
+    set_thread_count(before);
     CAPTURE(moe);
     for (std::size_t i = 1; i < found.size(); ++i) same(found[i], found[0]);
   }
@@ -554,7 +608,7 @@ TEST_CASE("permuting the experts, router rows along, changes nothing but the ord
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The early stop, bad numbers, the tracer, large offsets
+// The early stop, bad numbers
 
 TEST_CASE("prefill runs the shared stage for the last position only, and all rows when all are wanted", "[property]") {
   for (const bool refresh : {false, true})
@@ -562,15 +616,15 @@ TEST_CASE("prefill runs the shared stage for the last position only, and all row
       const Toy toy(small_config({window(1, 1, 3), shared(2, T, refresh)}));
       const Tokens tokens = tokens_of(toy.c, 30);
       Floats logits(30 * 29);
-      CpuEngine engine(toy.c, toy.w, {Dtype::f32, 30, 64, 2});
+      const auto engine = make_cpu_engine(toy.c, toy.w, {Dtype::f32, 30, 64, 2});
       const auto rows = [&](int sequence, Index n, Logits want) {
-        const std::uint64_t before = engine.counters.cross_positions;
+        const std::uint64_t before = engine->counters.cross_positions;
         const Segment s{sequence, std::span(tokens).first(n), want};
-        engine.forward({&s, 1}, logits.data());
-        return static_cast<Index>(engine.counters.cross_positions - before);
+        engine->forward({&s, 1}, logits.data());
+        return static_cast<Index>(engine->counters.cross_positions - before);
       };
       CAPTURE(refresh, T);
-      const int a = engine.open(), b = engine.open();
+      const int a = engine->open(), b = engine->open();
       CHECK(rows(a, 10, Logits::none) == (refresh ? (T - 1) * 10 : 0));
       CHECK(rows(a, 20, Logits::last) == (refresh ? (T - 1) * 20 + 1 : T));
       CHECK(rows(a, 1, Logits::last) == T);
@@ -590,16 +644,16 @@ TEST_CASE("rows of a failed pass beyond a sequence's length are never read", "[p
       Tokens tokens = tokens_of(toy.c, 80);
       for (int& t : tokens) t = t == 28 ? 0 : t;
       const Floats right = run_all(toy, tokens, {kv});
-      CpuEngine engine(toy.c, toy.w, {kv, 300, 400, 1});
-      const int sequence = engine.open();
+      const auto engine = make_cpu_engine(toy.c, toy.w, {kv, 300, 400, 1});
+      const int sequence = engine->open();
       const Tokens poison(250, 28);
       Floats logits(static_cast<std::size_t>(V));
       for (Index i = 0; i < 80;) {
         const Segment bad{sequence, poison, Logits::last};
-        CHECK_THROWS_AS(engine.forward({&bad, 1}, logits.data()), Error);
+        CHECK_THROWS_AS(engine->forward({&bad, 1}, logits.data()), Error);
         const Index n = i < 60 ? 7 : 1;
         const Segment good{sequence, std::span(tokens).subspan(i, std::min(n, 80 - i)), Logits::last};
-        engine.forward({&good, 1}, logits.data());
+        engine->forward({&good, 1}, logits.data());
         i += std::ssize(good.tokens);
         CAPTURE(i, brief(toy.c));
         same(logits, row(right, i - 1, V));
@@ -611,10 +665,10 @@ TEST_CASE("logits that are not finite, and tokens outside the vocabulary, are re
   Toy toy(small_config({window(1, 1, 3), shared(1)}));
   Floats logits(5 * 29);
   const auto message = [&](const Tokens& tokens, Logits want) -> std::string {
-    CpuEngine engine(toy.c, toy.w, {Dtype::f32, 5, 5, 1});
-    const Segment s{engine.open(), tokens, want};
+    const auto engine = make_cpu_engine(toy.c, toy.w, {Dtype::f32, 5, 5, 1});
+    const Segment s{engine->open(), tokens, want};
     try {
-      engine.forward({&s, 1}, logits.data());
+      engine->forward({&s, 1}, logits.data());
     } catch (const Error& e) {
       return e.what();
     }
@@ -634,19 +688,20 @@ TEST_CASE("tokens drawn inside the engine are those drawn from its logits", "[pr
     const Toy toy(small_arch("yoco-u"));
     Sampling how;
     how.temperature = temperature, how.top_k = 9, how.top_p = 0.9;
-    CpuEngine engine(toy.c, toy.w, {Dtype::f32, 60, 100, 2}), twin(toy.c, toy.w, {Dtype::f32, 60, 100, 2});
+    const auto engine = make_cpu_engine(toy.c, toy.w, {Dtype::f32, 60, 100, 2}),
+               twin = make_cpu_engine(toy.c, toy.w, {Dtype::f32, 60, 100, 2});
     const Tokens a = tokens_of(toy.c, 20, 1), b = tokens_of(toy.c, 7, 2);
-    Segment pass[] = {{engine.open(), a, Logits::last}, {engine.open(), b, Logits::all}};
-    CHECK(twin.open() == pass[0].sequence);
-    CHECK(twin.open() == pass[1].sequence);
+    Segment pass[] = {{engine->open(), a, Logits::last}, {engine->open(), b, Logits::all}};
+    CHECK(twin->open() == pass[0].sequence);
+    CHECK(twin->open() == pass[1].sequence);
     for (int i = 0; i < 5; ++i) {
       const Index rows = i == 0 ? 8 : 2;
       Doubles u;
       for (Index r = 0; r < rows; ++r) u.push_back(static_cast<double>(r * 5 + i) / 41);
       Tokens drawn(static_cast<std::size_t>(rows), -1), right;
       Floats logits(static_cast<std::size_t>(rows * toy.c.vocab_size));
-      engine.forward_sample(pass, how, u, drawn.data());
-      twin.forward(pass, logits.data());
+      engine->forward_sample(pass, how, u, drawn.data());
+      twin->forward(pass, logits.data());
       for (Index r = 0; r < rows; ++r) right.push_back(draw(row(logits, r, toy.c.vocab_size), how, u[r]));
       CAPTURE(temperature, i);
       CHECK(drawn == right);
@@ -654,77 +709,6 @@ TEST_CASE("tokens drawn inside the engine are those drawn from its logits", "[pr
       pass[1].tokens = std::span(b).subspan(static_cast<std::size_t>(i), 1);
     }
   }
-}
-
-TEST_CASE("a tracer sees X^0 and every application in order, and the last one is what the head reads", "[property]") {
-  const Toy toy(with_moe(small_config({window(2, 3, 4), shared(2, 2)}), {4, 2, 5, 0, true}));
-  CpuEngine engine(toy.c, toy.w, {Dtype::f32, 9, 9, 1});
-  std::vector<std::array<Index, 3>> seen;
-  Floats last;
-  engine.on_layer = [&](const Application& a) {
-    seen.push_back({a.stage, a.loop, a.layer});
-    last.assign(a.x.begin(), a.x.end());
-    CHECK(std::ssize(a.x) == 9 * toy.c.dim);
-    CHECK(std::accumulate(a.expert_load.begin(), a.expert_load.end(), Index{0}) == (a.stage < 0 ? 0 : 18));
-    if (a.stage < 0) {  // X^0 is the embedding
-      const auto* e = static_cast<const float*>(toy.w.embed.data);
-      same(a.x.first(3), std::span(e + tokens_of(toy.c, 9)[0] * toy.c.dim, 3));
-    }
-  };
-  Floats logits(9 * 29), right(9 * 29);
-  const Tokens tokens = tokens_of(toy.c, 9);
-  const Segment all{engine.open(), tokens, Logits::all};
-  engine.forward({&all, 1}, logits.data());
-  std::vector<std::array<Index, 3>> order{{-1, 0, 0}};
-  for (Index t = 0; t < 3; ++t) order.push_back({0, t, 0}), order.push_back({0, t, 1});
-  for (Index t = 0; t < 2; ++t) order.push_back({1, t, 0}), order.push_back({1, t, 1});
-  CHECK(seen == order);
-  Floats normed(last.size());
-  Counters count;
-  rms_norm(last.data(), toy.w.norm, 1e-5f, 9, normed.data());
-  multiply(std::array{Product{normed.data(), 9, toy.w.head, right.data()}}, count);
-  same(logits, right);
-}
-
-/// Zeros by the gigabyte that take memory only where they are written.
-struct Sparse {
-  std::size_t bytes;
-  void* p;
-  explicit Sparse(std::size_t n)
-      : bytes(n), p(mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)) {}
-  ~Sparse() { munmap(p, bytes); }
-};
-
-TEST_CASE("tensors beyond 2^31 elements are addressed right", "[property][large]") {
-  Config c = small_config({window(1, 1, 3)});
-  c.vocab_size = 2'000'000'000, c.dim = 4;
-  Config little = c;
-  little.vocab_size = 2;
-  const Toy toy(little);
-  const Sparse memory(static_cast<std::size_t>(c.vocab_size * c.dim * 2));  // 16 GB of addresses, BF16
-  if (memory.p == MAP_FAILED) return;                                       // a machine that grants no such mapping
-  Weights w = toy.w;
-  w.embed = {memory.p, Dtype::bf16, c.vocab_size, c.dim};
-  const int tokens[] = {1, 1'999'999'999, 536'870'912, 1'073'741'824};  // the last two begin at 2^31 and 2^32
-  for (std::size_t i = 0; i < 4; ++i)
-    for (Index d = 0; d < 4; ++d)
-      store(static_cast<float>(i * 10 + d + 1), static_cast<Bf16*>(memory.p) + Index{tokens[i]} * 4 + d);
-  CpuEngine engine(c, w, {Dtype::f32, 4, 4, 1});
-  Floats x;
-  engine.on_layer = [&](const Application& a) {
-    if (a.stage < 0) x.assign(a.x.begin(), a.x.end());
-  };
-  const Segment s{engine.open(), tokens, Logits::none};
-  engine.forward({&s, 1}, nullptr);
-  same(x, Floats{1, 2, 3, 4, 11, 12, 13, 14, 21, 22, 23, 24, 31, 32, 33, 34});
-  // a stack of experts: slice and product behind 2^31 elements
-  const Tensor stack{memory.p, Dtype::bf16, c.vocab_size, c.dim};
-  const Tensor two = stack.slice(1'999'999'998, 2);
-  const Floats one(4, 1.f);
-  Floats y(2);
-  Counters count;
-  multiply(std::array{Product{one.data(), 1, two, y.data()}}, count);
-  same(y, Floats{0, 11 + 12 + 13 + 14});
 }
 
 }  // namespace

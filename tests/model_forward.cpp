@@ -1,6 +1,6 @@
 /// @file
-/// model_forward.h -- part of model.cpp: the whole forward pass against the oracle.
-#pragma once
+/// model_forward.cpp -- the whole forward pass against the oracle.
+#include "fixtures.h"
 
 namespace yocou::test {
 namespace {
@@ -134,14 +134,14 @@ TEST_CASE("an expert that gets no token, and one that gets all", "[forward][moe]
     toy.set(name, [](Index e, Index, float v) { return e == 0 ? v : 0.f; });
   const Tokens tokens = tokens_of(toy.c, 33);
   hold(toy, tokens);
-  CpuEngine engine(toy.c, toy.w, {Dtype::f32, 33, 33, 1});
+  const auto engine = make_cpu_engine(toy.c, toy.w, {Dtype::f32, 33, 33, 1});
   std::vector<std::vector<Index>> loads;
-  engine.on_layer = [&](const Application& a) {
+  engine->on_layer = [&](const Application& a) {
     if (a.stage >= 0) loads.emplace_back(a.expert_load.begin(), a.expert_load.end());
   };
   Floats logits(33 * 29);
-  const Segment all{engine.open(), tokens, Logits::all};
-  engine.forward({&all, 1}, logits.data());
+  const Segment all{engine->open(), tokens, Logits::all};
+  engine->forward({&all, 1}, logits.data());
   REQUIRE(loads.size() == 2);
   for (const auto& load : loads) {
     CAPTURE(load);
