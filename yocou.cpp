@@ -148,12 +148,12 @@ inline constexpr Index panel = 192;  ///< rows of x that pass over a strip toget
 inline constexpr Index small_work = 1 << 22;  ///< FLOP of products (an eighth elsewhere) under which threads cost more,
 inline constexpr Index small_read = 1 << 18;  ///< provided that no more bytes of weights than this are read
 
-/// A register of `width` numbers, as compilers spell it: Eigen chooses its registers when it is compiled, these two inner
-/// loops when the program starts.
+/// A register of `width` float32 numbers, as GCC and Clang spell it. Eigen fixes the width of its own when it is compiled;
+/// the two loops that do nearly all the work, product_tile() and mix_tile(), take the processor's, found at start.
 template <int width>
 struct Register {
   using type __attribute__((vector_size(4 * width))) = float;
-  using anywhere __attribute__((vector_size(4 * width), aligned(4), may_alias)) = float;  ///< in memory
+  using in_memory __attribute__((vector_size(4 * width), aligned(4), may_alias)) = float;
 };
 
 #ifdef __AVX__
@@ -162,27 +162,41 @@ inline constexpr int base_width = 8;
 inline constexpr int base_width = 4;
 #endif
 #if defined __x86_64__ && defined __gnu_linux__ && !defined __clang__
-#define YOCOU_CLONES __attribute__((target_clones("arch=x86-64-v4", "default")))
+/// A function of which there are two: GCC translates it for AVX-512, too, and the loader picks.
+#define YOCOU_EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "default")))
 inline const bool wide = __builtin_cpu_supports("x86-64-v4");
 #else
-#define YOCOU_CLONES
+#define YOCOU_EACH_PROCESSOR
 inline constexpr bool wide = false;
 #endif
 
-/// Calls f(width) with the numbers that a register of this processor holds.
+std::string_view simd_name() {
+#if defined __AVX__
+  return wide ? "AVX-512" : "AVX2";
+#elif defined __ARM_NEON
+  return "NEON";
+#elif defined __wasm_simd128__
+  return "SIMD128";
+#else
+  return "scalar";
+#endif
+}
+
+/// Calls f(width) with the numbers that a register of this processor holds: 4, 8 or 16.
 template <class F>
 inline void with_width(F&& f) {
   if (wide) f(std::integral_constant<int, 16>{});
   else f(std::integral_constant<int, base_width>{});
 }
 
+/// A tile of a product: up to `most_rows` rows of x by `columns` rows of w, as many sums as the registers hold.
 template <int width>
 inline constexpr int most_rows = width == 16 ? 4 : 3;
 template <int width>
 inline constexpr int columns = width == 16 ? 8 : 4;
 
-/// Cuts n rows into tiles of `most`, two or one: calls f(rows, i). Four are two and two: one
-/// row alone would wait for each of its sums.
+/// Cuts n rows into tiles of `most`, two or one: calls f(rows, first). Four are two and two: one row alone would wait for
+/// each of its sums.
 template <int most, class F>
 inline void for_tiles(Index n, F&& f) {
   Index i = 0;
@@ -191,97 +205,121 @@ inline void for_tiles(Index n, F&& f) {
   if (i < n) f(std::integral_constant<int, 1>{}, i);
 }
 
-/// (a0 + a1, a2 + a3, b0 + b1, b2 + b3)
-inline Register<4>::type pairs(Register<4>::type a, Register<4>::type b) {
-  return __builtin_shufflevector(a, b, 0, 2, 4, 6) + __builtin_shufflevector(a, b, 1, 3, 5, 7);
-}
-
-template <int rows, int width>
-YOCOU_CLONES void product_tile(
-    const float* x, Index ldx, const float* ws, Index K, float* y, Index ldy, Index cols, bool add) {
+/// total [rows,columns] = x [rows,K] w^T, K a multiple of 8. Each of the sums is made in eight lanes, lane l of the
+/// numbers k = l mod 8, whatever the width: a register of 16 holds the lanes of two columns, one of 4 half a column's.
+/// w is a panel, which has for every eight k the eight numbers of each column one behind the other; or, `in_place`, it is
+/// [columns,K] as stored. 2 rows columns FMA for rows + columns loads. `ahead`: rows of x (in place: of w) that are needed
+/// next and are asked for now, since x streams from L2 and w from memory.
+template <int rows, int width, bool in_place, class Num>
+YOCOU_EACH_PROCESSOR void product_tile(
+    const float* x, Index ldx, const Num* w, Index ldw, Index K, const void* ahead, float* total) {
   using V = typename Register<width>::type;
-  using Eight = typename Register<8>::type;
-  constexpr int registers = columns<width> * 8 / width, parts = width < 8 ? 8 / width : 1;
-  V sum[rows][registers] = {};
-  for (Index k = 0; k < K; k += 8, ws += 8 * columns<width>) {
+  using InMemory = typename Register<width>::in_memory;
+  constexpr int m = columns<width>, registers = 8 * m / width, parts = width < 8 ? 8 / width : 1;
+  V sum[rows][registers];
+  for (int r = 0; r < rows; ++r)
+    for (int j = 0; j < registers; ++j) sum[r][j] = V{};
+  for (Index k = 0; k < K; k += 8) {
     V xs[rows][parts];
     for (int r = 0; r < rows; ++r)
       for (int i = 0; i < parts; ++i) {
         const float* from = x + r * ldx + k + i * width;
         if constexpr (width == 16) {
-          const Eight one = *reinterpret_cast<const Register<8>::anywhere*>(from);
-          xs[r][i] = __builtin_shufflevector(one, one, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7);
+          const Register<8>::type eight = *reinterpret_cast<const Register<8>::in_memory*>(from);
+          xs[r][i] = __builtin_shufflevector(eight, eight, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7);
         } else {
-          xs[r][i] = *reinterpret_cast<const typename Register<width>::anywhere*>(from);
+          xs[r][i] = *reinterpret_cast<const InMemory*>(from);
         }
       }
     for (int j = 0; j < registers; ++j) {
-      const V w = *reinterpret_cast<const typename Register<width>::anywhere*>(ws + j * width);
-      for (int r = 0; r < rows; ++r) sum[r][j] += xs[r][j % parts] * w;
+      V ws;
+      if constexpr (!in_place) ws = *reinterpret_cast<const InMemory*>(w + k * m + j * width);
+      else
+        for (int l = 0; l < width; ++l) ws[l] = to_float(w[j * width / 8 * ldw + k + j * width % 8 + l]);
+      for (int r = 0; r < rows; ++r) sum[r][j] += xs[r][j % parts] * ws;
     }
+    if constexpr (in_place)
+      for (int c = 0; c < m; ++c) __builtin_prefetch(static_cast<const Num*>(ahead) + c * ldw + k, 0, 2);
+    else
+      for (int r = 0; r < rows; ++r) __builtin_prefetch(static_cast<const float*>(ahead) + r * ldx + k, 0, 3);
   }
-  using Four = Register<4>::type;
-  alignas(64) float lanes[columns<width> * 8];
   for (int r = 0; r < rows; ++r) {
-    for (int j = 0; j < registers; ++j)
-      *reinterpret_cast<typename Register<width>::anywhere*>(lanes + j * width) = sum[r][j];
-    Four total[columns<width> / 4];
-    for (int c = 0; c < columns<width>; c += 4) {
-      Four half[4];
+    float lanes[8 * m];
+    for (int j = 0; j < registers; ++j) *reinterpret_cast<InMemory*>(lanes + j * width) = sum[r][j];
+    for (int c = 0; c < m; c += 4) {  // eight lanes to four, and those of four columns to one each
+      Register<4>::type a[4];
       for (int i = 0; i < 4; ++i) {
-        const Register<4>::anywhere* lane = reinterpret_cast<const Register<4>::anywhere*>(lanes + (c + i) * 8);
-        half[i] = lane[0] + lane[1];
+        const Register<4>::in_memory* half = reinterpret_cast<const Register<4>::in_memory*>(lanes + 8 * (c + i));
+        a[i] = half[0] + half[1];
       }
-      total[c / 4] = pairs(pairs(half[0], half[1]), pairs(half[2], half[3]));
-    }
-    float* to = y + r * ldy;
-    if (cols == columns<width>) {
-      for (int c = 0; c < columns<width>; c += 4) {
-        Register<4>::anywhere* four = reinterpret_cast<Register<4>::anywhere*>(to + c);
-        *four = add ? *four + total[c / 4] : total[c / 4];
-      }
-    } else {
-      for (Index c = 0; c < cols; ++c) to[c] = add ? to[c] + total[c / 4][c % 4] : total[c / 4][c % 4];
+      const auto pairs = [](const Register<4>::type& p, const Register<4>::type& q) {
+        return __builtin_shufflevector(p, q, 0, 2, 4, 6) + __builtin_shufflevector(p, q, 1, 3, 5, 7);
+      };
+      *reinterpret_cast<Register<4>::in_memory*>(total + r * m + c) = pairs(pairs(a[0], a[1]), pairs(a[2], a[3]));
     }
   }
 }
 
+/// y [rows,cols] = or += total [rows,m].
+template <int m>
+inline void put_totals(const float* total, int rows, Index cols, float* y, Index ldy, bool add) {
+  for (int r = 0; r < rows; ++r, y += ldy, total += m)
+    if (cols == m)
+      for (int c = 0; c < m; ++c) y[c] = add ? y[c] + total[c] : total[c];
+    else
+      for (Index c = 0; c < cols; ++c) y[c] = add ? y[c] + total[c] : total[c];
+}
+
+/// y [n,m] (+)= x [n,K] w [m,K]^T on the calling thread. Many rows of x meet a panel: some rows of w in float32, in L1.
+/// Few rows read w where it is, for widening would cost as much as the product; both give the same bits.
+///   measured beside Eigen's SGEMM on the same sizes: docs/performance.md
 template <int width, class Num>
 void product_block(
     const float* x, Index ldx, Index n, const Num* w, Index ldw, Index m, Index K, float* y, Index ldy, bool add) {
-  alignas(64) float wide_w[columns<width> * depth];
-  const Index step =
-      n <= 3 ? columns<width> : m;  // few rows: stream rows of w to their end; many: keep x's block of K in L2
-  for (Index c0 = 0; c0 < m; c0 += step)
-    for (Index k0 = 0; k0 < K; k0 += depth) {
-      const Index count = std::min(depth, K - k0), whole = count / 8 * 8;
-      for (Index c = c0; c < std::min(m, c0 + step); c += columns<width>) {
-        for (Index j = 0; j < columns<width>; ++j) {
-          const Num* from = w + std::min(c + j, m - 1) * ldw + k0;
-          const Num* next =
-              w + std::min(c + j + columns<width>, m - 1) * ldw + k0;  // asked for while these are at work
-          float* to = wide_w + 8 * j;
-          for (Index k = 0; k < whole; k += 8) {
-            Lanes::Map(to + k * columns<width>) = load8(from + k);
-            __builtin_prefetch(next + k, 0, 2);
-          }
-          if (whole < count) Lanes::Map(to + whole * columns<width>) = load_tail(from + whole, count - whole);
-        }
-        const Index cols = std::min<Index>(columns<width>, m - c);
-        for_tiles<most_rows<width>>(n, [&](auto rows, Index i) {
-          const float* xs = x + i * ldx + k0;
-          Index ld = ldx;
-          float padded[rows()][depth];
-          if (whole < count) {  // an odd K: the rows again, zeros behind
-            for (int r = 0; r < rows(); ++r)
-              std::fill(std::copy_n(xs + r * ldx, count, padded[r]), padded[r] + whole + 8, 0.f);
-            xs = padded[0];
-            ld = depth;
-          }
-          product_tile<rows(), width>(xs, ld, wide_w, count, y + i * ldy + c, ldy, cols, add || k0 > 0);
+  Index done = 0;  // columns
+  if (n <= 6 && K % 8 == 0)
+    for (constexpr int some = columns<base_width>; done + some <= m; done += some)
+      for (Index k0 = 0; k0 < K; k0 += depth) {
+        const Num* from = w + done * ldw + k0;
+        const Num* ahead = w + std::min(done + some, m - some) * ldw + k0;
+        for_tiles<most_rows<base_width>>(n, [&](auto rows, Index i) {
+          float total[rows() * some];
+          product_tile<rows(), base_width, /*in_place=*/true>(
+              x + i * ldx + k0, ldx, from, ldw, std::min(depth, K - k0), ahead, total);
+          put_totals<some>(total, rows(), some, y + i * ldy + done, ldy, add || k0 > 0);
         });
       }
+  if (done == m) return;
+
+  constexpr int some = columns<width>;
+  alignas(64) float panel[some * depth];
+  for (Index k0 = 0; k0 < K; k0 += depth) {  // x's block of K stays in L2
+    const Index count = std::min(depth, K - k0), whole = count / 8 * 8, padded = (count + 7) / 8 * 8;
+    for (Index c = done; c < m; c += some) {
+      for (Index j = 0; j < some; ++j) {
+        const Num* from = w + std::min(c + j, m - 1) * ldw + k0;
+        const Num* ahead = w + std::min(c + j + some, m - 1) * ldw + k0;
+        for (Index k = 0; k < whole; k += 8) {
+          Lanes::Map(panel + k * some + 8 * j) = load8(from + k);
+          __builtin_prefetch(ahead + k, 0, 2);  // while these are at work
+        }
+        if (whole < count) Lanes::Map(panel + whole * some + 8 * j) = load_tail(from + whole, count - whole);
+      }
+      for_tiles<most_rows<width>>(n, [&](auto rows, Index i) {
+        const float *xs = x + i * ldx + k0, *ahead = x + (i + 2 * rows() <= n ? i + rows() : 0) * ldx + k0;
+        Index ld = ldx;
+        float zeros_behind[rows()][depth], total[rows() * some];
+        if (whole < count) {
+          for (int r = 0; r < rows(); ++r)
+            std::fill(std::copy_n(xs + r * ldx, count, zeros_behind[r]), zeros_behind[r] + padded, 0.f);
+          xs = ahead = zeros_behind[0];
+          ld = depth;
+        }
+        product_tile<rows(), width, /*in_place=*/false>(xs, ld, panel, 0, count, ahead, total);
+        put_totals<some>(total, rows(), std::min<Index>(some, m - c), y + i * ldy + c, ldy, add || k0 > 0);
+      });
     }
+  }
 }
 
 /// Runs several products in one parallel region (q, k and v; gate and up; all experts), cut into strips of w and
@@ -536,30 +574,31 @@ void softmax_step(float* scores, Index from, Index to, float& max, float& sum, f
 
 /// O [rows,dh] += P [rows,j] V [j,dh], j in order: sums of some rows by 32 (64) numbers in registers.
 template <int rows, int width>
-YOCOU_CLONES void mix_tile(const float* P, const float* V, Index stride, Index count, float* O, Index ldo, Index dh) {
-  using R = typename Register<width>::type;
-  using Anywhere = typename Register<width>::anywhere;
+YOCOU_EACH_PROCESSOR void mix_tile(
+    const float* P, const float* values, Index stride, Index count, float* O, Index ldo, Index dh) {
+  using V = typename Register<width>::type;
+  using InMemory = typename Register<width>::in_memory;
   constexpr int registers = columns<width> * 8 / width;
   Index d = 0;
   for (; d + registers * width <= dh; d += registers * width) {
-    R sum[rows][registers];
+    V sum[rows][registers];
     for (int r = 0; r < rows; ++r)
-      for (int i = 0; i < registers; ++i) sum[r][i] = *reinterpret_cast<const Anywhere*>(O + r * ldo + d + i * width);
+      for (int i = 0; i < registers; ++i) sum[r][i] = *reinterpret_cast<const InMemory*>(O + r * ldo + d + i * width);
     for (Index j = 0; j < count; ++j)
       for (int i = 0; i < registers; ++i) {
-        const R v = *reinterpret_cast<const Anywhere*>(V + j * stride + d + i * width);
+        const V v = *reinterpret_cast<const InMemory*>(values + j * stride + d + i * width);
         for (int r = 0; r < rows; ++r) sum[r][i] += P[r * key_tile + j] * v;
       }
     for (int r = 0; r < rows; ++r)
-      for (int i = 0; i < registers; ++i) *reinterpret_cast<Anywhere*>(O + r * ldo + d + i * width) = sum[r][i];
+      for (int i = 0; i < registers; ++i) *reinterpret_cast<InMemory*>(O + r * ldo + d + i * width) = sum[r][i];
   }
   if constexpr (width > base_width) {
-    if (d < dh) mix_tile<rows, base_width>(P, V + d, stride, count, O + d, ldo, dh - d);
+    if (d < dh) mix_tile<rows, base_width>(P, values + d, stride, count, O + d, ldo, dh - d);
   } else {
     for (int r = 0; r < rows; ++r)
       for (Index j = 0; j < count; ++j)
         for (Index e = d; e < dh; ++e)
-          O[r * ldo + e] = std::fma(P[r * key_tile + j], V[j * stride + e], O[r * ldo + e]);
+          O[r * ldo + e] = std::fma(P[r * key_tile + j], values[j * stride + e], O[r * ldo + e]);
   }
 }
 
@@ -698,10 +737,7 @@ void swiglu(float* gate, const float* up, Index n, Index F) {
   each_row(n, 20 * F, [&](Index i) {
     float* g = gate + i * F;
     const float* u = up + i * F;
-    const auto step = [](const Lanes& a, const Lanes& b) -> Lanes {
-      const Lanes e = exp8(-a.abs());  // never above 1: silu(x) = x / (1 + e^-x), or x e^x / (1 + e^x) where x < 0
-      return a * (a < 0).select(e, 1) / (1 + e) * b;
-    };
+    const auto step = [](const Lanes& a, const Lanes& b) -> Lanes { return a / (1 + exp8(-a)) * b; };
     Index f = 0;
     for (; f + 8 <= F; f += 8) Lanes::Map(g + f) = step(load8(g + f), load8(u + f));
     const Lanes rest = step(load_tail(g + f, F - f), load_tail(u + f, F - f));
