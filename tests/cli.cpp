@@ -422,7 +422,7 @@ void bad_file(const std::string& path, const Words& needles) {
 
 // =====================================================================================================================
 
-TEST_CASE("cli: help and version", "[cli]") {
+TEST_CASE("cli: help and version", "[cli][portable]") {
   CHECK(good({"--version"}).out.rfind("yocou ", 0) == 0);
   const std::string all = good({"--help"}).out;
   for (const char* command :
@@ -955,7 +955,7 @@ TEST_CASE("cli: tied and untied heads", "[cli]") {
   }
 }
 
-TEST_CASE("cli: NaN and infinity are named when they reach the logits", "[cli]") {
+TEST_CASE("cli: NaN and infinity are named when they reach the logits", "[cli][portable]") {
   const float nan = std::numeric_limits<float>::quiet_NaN(), inf = std::numeric_limits<float>::infinity();
   for (const float bad : {nan, inf, -inf})
     for (const char* tensor : {"embed", "self.0.wq", "self.1.w_down", "cross.0.wo", "kv.wv", "norm", "head"}) {
@@ -977,7 +977,7 @@ TEST_CASE("cli: NaN and infinity are named when they reach the logits", "[cli]")
   refused({"logits", unused, "--tokens", "1,7"}, 1, {"finite"});
 }
 
-TEST_CASE("cli: greedy, ties and small temperatures", "[cli]") {
+TEST_CASE("cli: greedy, ties and small temperatures", "[cli][portable]") {
   const auto says = [](const std::string& m, const Words& more, std::size_t n = 5) {
     Words all = {"generate", m, "-p", "x", "-n", std::to_string(n)};
     all.insert(all.end(), more.begin(), more.end());
@@ -1008,7 +1008,7 @@ TEST_CASE("cli: greedy, ties and small temperatures", "[cli]") {
   CHECK((r.status == 1 && r.out.empty() && one_line(r.err) && r.err.find("300") != std::string::npos));
 }
 
-TEST_CASE("cli: seeds", "[cli]") {
+TEST_CASE("cli: seeds", "[cli][portable]") {
   const auto text = [](const char* seed) {
     const Result r = good({"generate", mild_model(), "-p", "x", "-n", "200", "--temperature", "1", "--seed", seed});
     CHECK(r.err.find(std::string("seed ") + seed) != std::string::npos);
@@ -1092,7 +1092,7 @@ TEST_CASE("cli: rates are of what ran", "[cli]") {
   }
 }
 
-TEST_CASE("cli: bytes out", "[cli]") {
+TEST_CASE("cli: bytes out", "[cli][portable]") {
   const std::string m = script_model("script.safetensors", "\xe6\xad\xaa");
   const std::string expected = "\xe6\xad\xaa\xe6\xad\xaa\xe6";
   CHECK(good({"generate", m, "-p", "x", "-n", "7"}).out == expected);
@@ -1374,7 +1374,7 @@ TEST_CASE("cli: the same answer every time", "[cli]") {
   CHECK(bytes(a) != bytes(b));
 }
 
-TEST_CASE("cli: score", "[cli]") {
+TEST_CASE("cli: score", "[cli][portable]") {
   const std::string zero = constant_model("zero.safetensors", [](int) { return 0.f; });
   std::string text;
   for (int i = 0; i < 300; ++i) text += static_cast<char>(i * 7);
@@ -1411,7 +1411,7 @@ TEST_CASE("cli: score", "[cli]") {
   good({"score", m, file}), good({"score", m, file, "--csv"});
 }
 
-TEST_CASE("cli: logits", "[cli]") {
+TEST_CASE("cli: logits", "[cli][portable]") {
   const std::string m = random_model(), tokens = "104,101,108,108,111,32,255,0,10,200,7,8";
   const Result whole = good({"logits", m, "--tokens", tokens, "--json"});
   const Json j = Json::parse(whole.out);
@@ -1473,7 +1473,7 @@ TEST_CASE("cli: eval, alone and in batches", "[cli]") {
   good({"eval", m, file, "--csv"}), good({"eval", m, file});
 }
 
-TEST_CASE("cli: show, cost, verify, bench and trace as JSON", "[cli]") {
+TEST_CASE("cli: show, cost, verify, bench and trace as JSON", "[cli][portable]") {
   const std::string m = random_model(), moe = write_file("moe.safetensors", checkpoint(moe_config()).bytes());
   const Json shown = good_json({"show", moe, "--json"});
   has_keys(shown, {"config", "tensors"});

@@ -5,7 +5,7 @@
 namespace yocou::test {
 namespace {
 
-TEST_CASE("the oracle by hand: one token through a model that adds nothing", "[oracle]") {
+TEST_CASE("the oracle by hand: one token through a model that adds nothing", "[oracle][portable]") {
   // wo and w_down are zero, so X stays embed * scale: logits = norm(X) head^T.
   Config c = small_config({window(1, 2, 3), shared(1)});
   c.vocab_size = 2, c.dim = 2, c.embed_scale = 2, c.norm_eps = 3.5;
@@ -30,7 +30,7 @@ TEST_CASE("the oracle by hand: routing", "[oracle]") {
   CHECK(oracle::round_bf16(-1 - 0x1p-7 - 0x1p-8) == -1 - 0x1p-6);
 }
 
-TEST_CASE("every arch of the paper, dense and MoE, equals the oracle", "[forward]") {
+TEST_CASE("every arch of the paper, dense and MoE, equals the oracle", "[forward][portable]") {
   for (const std::string& arch : arch_names())
     for (const bool moe : {false, true}) {
       Config c = small_arch(arch);
@@ -41,7 +41,7 @@ TEST_CASE("every arch of the paper, dense and MoE, equals the oracle", "[forward
     }
 }
 
-TEST_CASE("every kind of stage by itself, with and without RoPE, equals the oracle", "[forward]") {
+TEST_CASE("every kind of stage by itself, with and without RoPE, equals the oracle", "[forward][portable]") {
   const std::vector<std::vector<Stage>> all = {
       {window(1, 1, 4)},
       {window(2, 3, 4)},
@@ -68,7 +68,7 @@ TEST_CASE("every kind of stage by itself, with and without RoPE, equals the orac
     }
 }
 
-TEST_CASE("windows of 1, smaller than, equal to and larger than N equal the oracle", "[forward]") {
+TEST_CASE("windows of 1, smaller than, equal to and larger than N equal the oracle", "[forward][portable]") {
   for (const Index N : {1, 5, 33})
     for (const Index W : {Index{1}, Index{2}, N - 1, N, N + 1, Index{1000}}) {
       if (W < 1) continue;
@@ -177,7 +177,7 @@ TEST_CASE("norm_eps, embed_scale, rows of zeros, theta, tied head equal the orac
   CHECK(first_difference(found[1], found[2]) >= 0);
 }
 
-TEST_CASE("weights of each dtype, and mixed, equal the oracle", "[forward]") {
+TEST_CASE("weights of each dtype, and mixed, equal the oracle", "[forward][portable]") {
   for (const std::optional<Dtype> dtype :
       {std::optional(Dtype::f32), std::optional(Dtype::bf16), std::optional(Dtype::f16), std::optional<Dtype>()})
     for (const bool moe : {false, true}) {
@@ -199,7 +199,7 @@ TEST_CASE("sequences across a block boundary equal the oracle", "[forward]") {
   }
 }
 
-TEST_CASE("BF16 caches round keys and values, and nothing else", "[forward]") {
+TEST_CASE("BF16 caches round keys and values, and nothing else", "[forward][portable]") {
   for (const auto& stages : {std::vector{window(2, 2, 5), shared(1)}, std::vector{full(2, 1)},
            std::vector{window(1, 1, 3), rope(shared(1, 2, true), true)}}) {
     const Toy toy(small_config(stages), 37);

@@ -40,7 +40,7 @@ TEST_CASE("a window of N or more equals full attention", "[property]") {
   }
 }
 
-TEST_CASE("T loops equal T copies of the layers unrolled", "[property]") {
+TEST_CASE("T loops equal T copies of the layers unrolled", "[property][portable]") {
   for (const bool moe : {false, true})
     for (const Attention attention : {Attention::window, Attention::full, Attention::shared})
       for (const Index T : {1, 2, 3, 5}) {
@@ -234,7 +234,8 @@ TEST_CASE("prompts at and about multiples of a block, then three steps", "[prope
   }
 }
 
-TEST_CASE("prompts about the ring's length, 20 greedy tokens, equal recomputing all for every token", "[property]") {
+TEST_CASE("prompts about the ring's length, 20 greedy tokens, equal recomputing all for every token",
+    "[property][portable]") {
   for (const Index W : {1, 4})
     for (const Index N : {1, 3, 4, 5, 7, 8, 9, 33}) {
       const Toy toy(small_config({window(2, 3, W), shared(2)}), 41);
@@ -262,7 +263,8 @@ TEST_CASE("prompts about the ring's length, 20 greedy tokens, equal recomputing 
     }
 }
 
-TEST_CASE("a batch equals its sequences alone, whatever their lengths and however a pass is composed", "[property]") {
+TEST_CASE("a batch equals its sequences alone, whatever their lengths and however a pass is composed",
+    "[property][portable]") {
   for (const Config& c : kinds()) {
     const Toy toy(c);
     const Index V = c.vocab_size;
@@ -332,7 +334,7 @@ TEST_CASE("a closed sequence leaves nothing to the next one", "[property]") {
   }
 }
 
-TEST_CASE("an engine keeps its own copy of the config", "[property]") {
+TEST_CASE("an engine keeps its own copy of the config", "[property][portable]") {
   for (const Config& kind : kinds()) {
     const Toy toy(kind);
     const Tokens tokens = tokens_of(kind, 30);
@@ -437,7 +439,7 @@ std::pair<Index, bool> reached_from_0(const Toy& toy, Index N, const How& how = 
   return {last, count == last + 1};
 }
 
-TEST_CASE("m applications of a window reach back exactly m (W - 1) positions", "[property][window]") {
+TEST_CASE("m applications of a window reach back exactly m (W - 1) positions", "[property][window][portable]") {
   for (const Index W : {1, 2, 4, 7})
     for (const auto& [layers, loops] : std::vector<std::pair<Index, Index>>{{1, 1}, {3, 1}, {1, 3}, {2, 2}}) {
       const Index m = layers * loops, reach = m * (W - 1), N = reach + 6;
@@ -683,7 +685,7 @@ TEST_CASE("logits that are not finite, and tokens outside the vocabulary, are re
   CHECK(message({0, 1, 2}, Logits::none) == "");
 }
 
-TEST_CASE("tokens drawn inside the engine are those drawn from its logits", "[property][sampler]") {
+TEST_CASE("tokens drawn inside the engine are those drawn from its logits", "[property][sampler][portable]") {
   for (const double temperature : {0.0, 0.8}) {
     const Toy toy(small_arch("yoco-u"));
     Sampling how;
