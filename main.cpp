@@ -75,8 +75,9 @@ void require_memory(const Exact& bytes, const std::string& what) {
 Exact activation_bytes(const Config& c, Index n) {
   const Moe m = c.moe.value_or(Moe{});
   const Exact ffn = m.experts + Exact(m.active) * (c.dim + 2 * m.dim) + 2 * (m.shared_dim + c.ffn_dim);
-  return 4 * Exact(n) *
-         (2 * Exact(c.dim) + 2 * Exact(c.q_dim()) + 2 * Exact(c.kv_dim()) + c.head_dim + c.vocab_size + ffn);
+  const Exact row = 2 * Exact(c.dim) + 2 * Exact(c.q_dim()) + 2 * Exact(c.kv_dim()) + c.head_dim + ffn;
+  const Exact prefixes = 2 * Exact(c.streams.count) * c.streams.prefix * c.kv_dim();
+  return 4 * (n * (c.streams.count * row + c.vocab_size) + prefixes);
 }
 
 /// A progress line on stderr, for work of more than a second: redrawn on a terminal, every ten seconds elsewhere.
@@ -164,7 +165,7 @@ struct Options {
   std::optional<std::string> prompt = {}, tokens = {};
   std::string device = "cpu", kv_dtype = {}, dtype = "bf16";
   std::vector<Index> N = {}, loops_list = {0};
-  Index n = 256, loops = 0, layers = 0, window = 0, chunk = 0, threads = 0, prefill = 0, top_k = 0;
+  Index n = 256, loops = 0, layers = 0, window = 0, streams = 0, chunk = 0, threads = 0, prefill = 0, top_k = 0;
   Index batch = 1, kv_bytes = 2, memory = 0, runs = 3, steps = 4;
   std::uint64_t seed = 0;
   double temperature = 0, top_p = 1;
@@ -231,6 +232,7 @@ std::unique_ptr<Engine> make_engine(const Model& m, const Options& o, Index prom
   const Index rows = std::max(std::min(o.chunk, prompt), sequences);
   const EngineOptions options{dtype_of(o.kv_dtype), rows, tokens * sequences, sequences};
   if (o.device == "cuda") {
+    if (m.config.streams.count > 1) fail("--device cuda: streams run on the CPU only");
 #ifdef YOCOU_CUDA
     return make_cuda_engine(m.config, m.weights, options);
 #else
@@ -574,11 +576,14 @@ std::vector<Config> configs_of(const Options& o) {
   }
   Names names;
   for (const Arch& a : archs())
-    if (o.arch.empty() && (!o.loops || a.takes_loops()) && (!o.window || a.takes_window())) names.push_back(a.name);
+    if (o.arch.empty() && (!o.loops || a.takes_loops()) && (!o.window || a.takes_window()) &&
+        (a.streams ? o.device != "cuda" : !o.streams))
+      names.push_back(a.name);
   std::istringstream given(o.arch);
   for (std::string name; std::getline(given, name, ',');) names.push_back(name);
   std::vector<Config> all;
-  for (const std::string& name : names) all.push_back(make_config(o.shape, name, {o.layers, o.window, o.loops}));
+  for (const std::string& name : names)
+    all.push_back(make_config(o.shape, name, {o.layers, o.window, o.loops, o.streams}));
   return all;
 }
 
@@ -840,7 +845,7 @@ void bench(const Options& o) {
 
 /// `yocou init`
 void init(const Options& o) {
-  const Config c = make_config(o.shape, o.arch, {o.layers, o.window, o.loops});
+  const Config c = make_config(o.shape, o.arch, {o.layers, o.window, o.loops, o.streams});
   write_random_checkpoint(c, dtype_of(o.dtype), o.seed, o.out);
 }
 
@@ -972,6 +977,7 @@ void declare(CLI::App& app, std::vector<Command>& commands) {
       filled);
   number(shaped, "--layers", &Options::layers, counts, "L, in place of the shape's");
   number(shaped, "--window", &Options::window, sizes, "W, in place of the shape's");
+  number(shaped, "--streams", &Options::streams, Range<Index>{2, counts.high}, "P of parscale (default 2)");
   number(shaped + " generate logits trace", "--loops", &Options::loops, counts, "T of the looped stage");
   number("score eval", "--loops", &Options::loops_list, counts, "T of the looped stage, one or several: 1,2,3");
   number(costed, "-N", &Options::N, Ns, "tokens, one or several");
@@ -1000,7 +1006,7 @@ void declare(CLI::App& app, std::vector<Command>& commands) {
   require("init", "--shape"), require("init", "--output");
   each(rows, [](CLI::App& c, Options&) { c.get_option("--csv")->excludes(c.get_option("--json")); });
   each(costed, [](CLI::App& c, Options&) {
-    for (const char* shape : {"--shape", "--arch", "--layers", "--window"})
+    for (const char* shape : {"--shape", "--arch", "--layers", "--window", "--streams"})
       c.get_option("MODEL")->excludes(c.get_option(shape));
   });
 }

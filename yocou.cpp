@@ -388,17 +388,19 @@ class Cache {
   std::vector<Slab> blocks_;
 };
 
-/// One sequence: how many tokens it holds, and its caches in the order of Plan::cache().
+/// One sequence: how many tokens it holds, and its caches in the order of Plan::kept, stream after stream.
 struct Sequence {
   Index length = 0;
   std::vector<Cache> caches;
 };
 
-/// One sequence's rows in the pass that is running: rows first .. first+n-1 of X, at positions p0 .. p0+n-1.
+/// One stream of one sequence in the pass that is running: rows first .. first+n-1 of X, at positions p0 .. p0+n-1.
 struct Part {
   Sequence* sequence;
   Index first, n, p0;
   Logits want;
+  Index stream;             ///< 0 .. P-1
+  std::span<Cache> caches;  ///< of the stream
 };
 
 // =====================================================================================================================
@@ -436,9 +438,10 @@ inline void mix_tile(const float* P, Index ldp, const Num* v, Index stride, Inde
 /// must keep them apart, for in a ring the chunk's last rows overwrite what its first queries still see; full and
 /// shared stages append first and have cached = all.
 struct Keys {
-  Index cache;         ///< which of the sequence's caches
-  Index reach;         ///< W; or more than any position: all
-  const float *K, *V;  ///< [n,G dh], fresh; null when everything is cached
+  Index cache;                       ///< which of the sequence's caches
+  Index reach;                       ///< W; or more than any position: all
+  const float *K, *V;                ///< [n,G dh], fresh; null when everything is cached
+  const float *prefix_K, *prefix_V;  ///< [P m,G dh], the first keys of each stream: no position, seen by every query
 };
 // [keys]
 
@@ -464,8 +467,8 @@ std::uint64_t attention_tile(const Config& c, const Part& part, const Keys& keys
     const float* Q, float* O, AttentionScratch& t) {
   const Index dh = c.head_dim, rows = b * R, H = c.heads, g = h0 / c.group();
   const float scale = static_cast<float>(1 / std::sqrt(static_cast<double>(dh)));
-  const Cache& cache = part.sequence->caches[keys.cache];
-  const Index cached = keys.K ? part.p0 : part.p0 + part.n;
+  const Cache& cache = part.caches[keys.cache];
+  const Index m = c.streams.prefix, cached = m + (keys.K ? part.p0 : part.p0 + part.n);
 
   for (Index i = 0; i < b; ++i) {  // gather [b R,dh]; a row's R heads are neighbours
     const float* from = Q + ((part.first + i0 + i) * H + h0) * dh;
@@ -475,17 +478,21 @@ std::uint64_t attention_tile(const Config& c, const Part& part, const Keys& keys
   std::fill_n(t.max, rows, -infinity);
   std::fill_n(t.sum, rows, 0.f);
 
-  const Index p = part.p0 + i0, low = std::max<Index>(0, p - keys.reach + 1), high = p + b;  // keys of the whole tile
+  const Index p = m + part.p0 + i0;                                        // keys count from the first of the prefix
+  const Index low = std::max<Index>(0, p - keys.reach + 1), high = p + b;  // of the whole tile
   std::uint64_t admitted = 0;
   for (Index t0 = low / key_tile * key_tile; t0 < high; t0 += key_tile) {
     const Index begin = std::max(low, t0), end = std::min(high, t0 + key_tile);
     const auto each_run = [&](auto&& use) {  // use(run, offset of its first key in the tile)
       for (Index j = begin; j < end;) {
         Run run;
-        if (j < cached) {
-          run = cache.run(g, j, std::min(end, cached));
+        if (j < m) {
+          const Index row = ((part.stream * m + j) * c.kv_heads + g) * dh;
+          run = {keys.prefix_K + row, keys.prefix_V + row, std::min(end, m) - j, c.kv_dim(), Dtype::f32};
+        } else if (j < cached) {
+          run = cache.run(g, j - m, std::min(end, cached) - m);
         } else {
-          const Index row = ((part.first + j - part.p0) * c.kv_heads + g) * dh;
+          const Index row = ((part.first + j - m - part.p0) * c.kv_heads + g) * dh;
           run = {keys.K + row, keys.V + row, end - j, c.kv_dim(), Dtype::f32};
         }
         use(run, j - t0);
@@ -685,13 +692,15 @@ class CpuEngine final : public Engine {
  public:
   CpuEngine(const Config& config, const Weights& weights, const EngineOptions& options)
       : c_(config), w_(weights), options_(options), plan_(config) {
-    const Index n = options.max_rows, routed = c_.moe ? n * c_.moe->active : 0;
+    const Index n = options.max_rows * c_.streams.count, routed = c_.moe ? n * c_.moe->active : 0;
     const Index F = std::max(c_.moe ? c_.moe->shared_dim : c_.ffn_dim, Index{1});
     const auto floats = [&](Index count) { return Slab(arena_, count * 4, Use::activation); };
     x_ = floats(n * c_.dim), a_ = floats(n * c_.dim), q_ = floats(n * c_.q_dim()), o_ = floats(n * c_.q_dim());
     k_ = floats(n * c_.kv_dim()), v_ = floats(n * c_.kv_dim());
     cos_ = floats(n * c_.head_dim / 2 + 1), sin_ = floats(n * c_.head_dim / 2 + 1);
     gate_ = floats(n * F), up_ = floats(n * F);
+    const Index prefixes = c_.streams.count * c_.streams.prefix * c_.kv_dim();
+    prefix_k_ = floats(prefixes), prefix_v_ = floats(prefixes), mix_ = floats(n);
     if (c_.moe) {
       router_ = floats(n * c_.moe->experts), gathered_ = floats(routed * c_.dim);
       expert_gate_ = floats(routed * c_.moe->dim), expert_up_ = floats(routed * c_.moe->dim);
@@ -720,7 +729,8 @@ class CpuEngine final : public Engine {
 
   int open() override {
     auto sequence = std::make_unique<Sequence>();
-    for (const Kept& kept : plan_.kept) sequence->caches.emplace_back(arena_, c_, options_.kv_dtype, kept.window);
+    for (Index p = 0; p < c_.streams.count; ++p)
+      for (const Kept& kept : plan_.kept) sequence->caches.emplace_back(arena_, c_, options_.kv_dtype, kept.window);
     const auto free = std::find(sequences_.begin(), sequences_.end(), nullptr);
     const auto number = free - sequences_.begin();
     if (free == sequences_.end()) sequences_.emplace_back();
@@ -767,24 +777,27 @@ class CpuEngine final : public Engine {
           fail("token ", token, " is outside the vocabulary 0..", c_.vocab_size - 1);
       const auto same = [&](const Part& p) { return p.sequence == &sequence; };
       if (std::ranges::any_of(parts_, same)) throw std::logic_error("a sequence occurs twice in a pass");
-      if (rows_ + n > options_.max_rows) throw std::logic_error("a pass has more rows than the engine was made for");
-      parts_.push_back({&sequence, rows_, n, sequence.length, segment.want});
-      rows_ += n;
+      const Index P = c_.streams.count;
+      if (rows_ + P * n > P * options_.max_rows)
+        throw std::logic_error("a pass has more tokens than the engine was made for");
+      for (Cache& cache : sequence.caches) cache.grow(sequence.length + n);
+      for (Index p = 0; p < P; ++p, rows_ += n)
+        parts_.push_back({&sequence, rows_, n, sequence.length, segment.want, p,
+            std::span(sequence.caches).subspan(p * plan_.kept.size(), plan_.kept.size())});
     }
-    for (const Part& part : parts_)
-      for (Cache& cache : part.sequence->caches) cache.grow(part.p0 + part.n);
   }
 
-  /// X [n,D] = embed[token] * embed_scale; the rows' angles are formed here too, the same in every loop.
+  /// X [n,D] = embed[token] * embed_scale, the same for each of P streams; the rows' angles are formed here too, the same in every loop.
   void embed(std::span<const Segment> pass) {
     float* x = x_.floats();
     const float scale = static_cast<float>(c_.embed_scale);
     for (const Segment& segment : pass)
-      for (int token : segment.tokens)
-        with_type(w_.embed.dtype, [&](auto num) {
-          const auto* row = static_cast<const decltype(num)*>(w_.embed.data) + token * c_.dim;
-          for (Index d = 0; d < c_.dim; ++d) *x++ = to_float(row[d]) * scale;
-        });
+      for (Index p = 0; p < c_.streams.count; ++p)
+        for (int token : segment.tokens)
+          with_type(w_.embed.dtype, [&](auto num) {
+            const auto* row = static_cast<const decltype(num)*>(w_.embed.data) + token * c_.dim;
+            for (Index d = 0; d < c_.dim; ++d) *x++ = to_float(row[d]) * scale;
+          });
     const auto rotates = [](const Stage& s) { return s.rope; };
     if (std::any_of(c_.stages.begin(), c_.stages.end(), rotates))
       rope_angles(frequency_, parts_, cos_.floats(), sin_.floats());
@@ -822,7 +835,8 @@ class CpuEngine final : public Engine {
     const Index n = rows_;
     float *x = x_.floats(), *a = a_.floats(), *q = q_.floats(), *k = k_.floats(), *v = v_.floats(), *o = o_.floats();
 
-    Keys keys{place.kept, reach(stage), nullptr, nullptr};
+    Keys keys{place.kept, reach(stage), nullptr, nullptr, prefix_k_.floats(), prefix_v_.floats()};
+    if (c_.streams.count > 1) load_prefixes(w);
     if (stage.attention == Attention::shared) {
       multiply({{a, n, w.wq, q}});  // q [n,H dh]  2 n D H dh FLOP
       if (place.layer == 0) counters.cross_positions += static_cast<std::uint64_t>(n);
@@ -842,6 +856,14 @@ class CpuEngine final : public Engine {
   }
   // [layer]
 
+  /// The keys and values before those of any position, in float32: 2 P m G dh numbers, read once a pass for all sequences.
+  void load_prefixes(const Layer& w) {
+    for (const auto& [prefix, to] : {std::pair{&w.prefix_k, &prefix_k_}, {&w.prefix_v, &prefix_v_}}) {
+      widen(*prefix, 0, prefix->rows * prefix->cols, to->floats());
+      counters.bytes += static_cast<std::uint64_t>(prefix->bytes());
+    }
+  }
+
   /// O [n,H dh] of the pass: tiles of queries by heads by sequence, spread over the threads.
   void attention(const Keys& keys, const float* Q, float* O) {
     const Index b = query_tile(c_.group(), keys.reach);
@@ -849,7 +871,7 @@ class CpuEngine final : public Engine {
     Index work = 0;
     for (const Part& part : parts_) {
       for (Index i = 0; i < part.n; i += b) tiles_.push_back({&part, i});
-      const Index seen = std::min(keys.reach, part.p0 + part.n);
+      const Index seen = std::min(keys.reach, c_.streams.prefix + part.p0 + part.n);
       work += 4 * part.n * seen * c_.q_dim();
       const Index cached = std::min(keys.K ? part.p0 : part.p0 + part.n, keys.reach);
       counters.bytes += static_cast<std::uint64_t>(2 * cached * c_.kv_dim() * size_of(options_.kv_dtype));
@@ -929,7 +951,7 @@ class CpuEngine final : public Engine {
   bool keep_wanted_rows() {
     Index kept = 0;
     std::size_t parts = 0;
-    for (Part part : parts_) {
+    for (const Part& part : parts_) {
       if (part.want == Logits::none || part.n == 0) continue;
       const Index skip = part.want == Logits::last ? part.n - 1 : 0, half = c_.head_dim / 2;
       const auto move = [&](Slab& m, Index width) {
@@ -938,19 +960,52 @@ class CpuEngine final : public Engine {
             to, m.floats() + (part.first + skip) * width, static_cast<std::size_t>((part.n - skip) * width * 4));
       };
       move(x_, c_.dim), move(cos_, half), move(sin_, half);
-      parts_[parts++] = {part.sequence, kept, part.n - skip, part.p0 + skip, part.want};
-      kept += part.n - skip;
+      parts_[parts++] = {part.sequence, kept, part.n - skip, part.p0 + skip, part.want, part.stream, part.caches};
+      kept += parts_[parts - 1].n;
     }
-    parts_.resize(parts);
+    parts_.erase(parts_.begin() + static_cast<std::ptrdiff_t>(parts), parts_.end());
     rows_ = kept;
     return kept > 0;
   }
   // [keep-rows]
 
+  // [mix-streams]
+  /// A token's P rows h_p of a [P n,D] become one of a [n,D], sum over p of w_p h_p. With y [n,P D] = the h_p side by side
+  /// w [n,P] = softmax(silu(y w1^T + b1) w2^T + b2) (1 - e) + e/P: 2 P D^2 + 2 P D FLOP a token. X is free by now.
+  void mix_streams() {
+    const Index P = c_.streams.count, D = c_.dim;
+    float *a = a_.floats(), *y = x_.floats(), *w = mix_.floats();
+    for (Part& part : parts_) {
+      const Index before = part.first - part.stream * part.n;  // rows of the segments before this one, P a token
+      for (Index i = 0; i < part.n; ++i)
+        std::copy_n(a + (part.first + i) * D, D, y + (before + i * P + part.stream) * D);
+      part.first = before / P;
+    }
+    std::erase_if(parts_, [](const Part& part) { return part.stream > 0; });
+    const Index n = rows_ /= P;
+    for (Index i = 0; i < n; ++i) widen(w_.mix_b1, 0, D, a + i * D), widen(w_.mix_b2, 0, P, w + i * P);
+    multiply({{y, n, w_.mix_w1, a, /*add=*/true}});  // [n,D]
+    for (Index i = 0; i < n * D; ++i) a[i] /= 1 + exp_fast(-a[i]);
+    multiply({{a, n, w_.mix_w2, w, /*add=*/true}});  // [n,P]
+    const float e = static_cast<float>(c_.streams.smooth), equal = e / static_cast<float>(P);
+    each_row(n, 4 * P * D, [&](Index i) {
+      const std::span<float> weight(w + i * P, static_cast<std::size_t>(P));
+      const float most = *std::ranges::max_element(weight);
+      float sum = 0;
+      for (float& v : weight) sum += v = std::exp(v - most);
+      std::fill_n(a + i * D, D, 0.f);
+      for (Index p = 0; p < P; ++p)
+        for (Index d = 0; d < D; ++d)
+          a[i * D + d] = std::fma(weight[p] / sum * (1 - e) + equal, y[(i * P + p) * D + d], a[i * D + d]);
+    });
+  }
+  // [mix-streams]
+
   /// logits [rows,V] = RMSNorm(X; norm) head^T, 2 D V FLOP a row.
   void head(float* logits) {
     if (rows_ == 0) return;
     rms_norm(x_.floats(), w_.norm, eps(), rows_, a_.floats());
+    if (c_.streams.count > 1) mix_streams();
     multiply({{a_.floats(), rows_, w_.head, logits}});
     for (Index i = 0; i < rows_ * c_.vocab_size; ++i)
       if (!std::isfinite(logits[i])) {
@@ -968,8 +1023,7 @@ class CpuEngine final : public Engine {
   }
   void append(Index cache) {
     for (const Part& p : parts_)
-      p.sequence->caches[cache].append(
-          k_.floats() + p.first * c_.kv_dim(), v_.floats() + p.first * c_.kv_dim(), p.n, p.p0);
+      p.caches[cache].append(k_.floats() + p.first * c_.kv_dim(), v_.floats() + p.first * c_.kv_dim(), p.n, p.p0);
   }
   /// Rounds rows [n,G dh] to the type of the caches.
   void round_like_cache(float* rows) const {
@@ -1007,6 +1061,7 @@ class CpuEngine final : public Engine {
   Index rows_ = 0;
   Slab x_, a_, q_, k_, v_, o_, cos_, sin_, gate_, up_;  // [n,D] [n,D] [n,H dh] [n,G dh] .. [n,dh/2] .. [n,F]
   Slab router_, gathered_, expert_gate_, expert_up_;    // [n,E] [n A,D] [n A,Fe] [n A,Fe]
+  Slab prefix_k_, prefix_v_, mix_;                      // [P m,G dh] of the layer that runs, the same, [n,P]
   std::vector<float> logits_;                           // of forward_sample
   std::vector<float> weight_;                           // [n,A]
   std::vector<Index> chosen_, slot_, load_, first_;     // [n,A] [n,A] [E] [E]
@@ -1021,7 +1076,7 @@ std::unique_ptr<Engine> make_cpu_engine(const Config& c, const Weights& w, const
 void hold_caches(const Config& c, Dtype type, Index N, Index batch, const std::function<void(Index)>& then) {
   Arena arena;
   std::vector<Cache> caches;
-  for (Index b = 0; b < batch; ++b)
+  for (Index b = 0; b < batch * c.streams.count; ++b)
     for (const Kept& kept : Plan(c).kept) caches.emplace_back(arena, c, type, kept.window).grow(N);
   then(arena.live(Use::cache));
 }
@@ -1130,6 +1185,7 @@ Mixer mixer_of(const Config& c, const Stage& g) {
   const Factor D{"D", c.dim}, q{"(H dh)", c.q_dim()}, kv{"(G dh)", c.kv_dim()}, two{"2", 2};
   const Factor T{"T", g.loops}, layers{"layers", g.layers};
   Mixer m{{{"wq", {q, D}}}, {}, {T, layers}, 0, g.loops};
+  if (c.streams.count > 1) m.copies.push_back({"P", c.streams.count});
   switch (g.attention) {
     case Attention::window: m.window = g.window; [[fallthrough]];
     case Attention::full: m.layer.push_back({"wk and wv", {two, kv, D}}); break;
@@ -1150,6 +1206,11 @@ Bill ffn_elements(const Config& c, const Factor& experts) {
   Bill bill{{"router", {D, {"E", c.moe->experts}}}, {"experts", {three, D, experts, {"Fe", c.moe->dim}}}};
   if (c.moe->shared_dim) bill.push_back({"shared expert", {three, D, {"Fs", c.moe->shared_dim}}});
   return bill;
+}
+/// Elements of the matrices that weight a token's P rows.
+Bill mix_elements(const Config& c) {
+  const Factor D{"D", c.dim}, P{"P", c.streams.count};
+  return c.streams.count > 1 ? Bill{{"w1", {P, D, D}}, {"w2", {P, D}}} : Bill{};
 }
 Factor active_experts(const Config& c) { return {"active", c.moe ? c.moe->active : 0}; }
 
@@ -1188,8 +1249,10 @@ Bill flops_bill(const Config& c, Index p0, Index p1, Index wanted) {
     const Mixer m = mixer_of(c, g);
     const auto loops = [&](const char* symbol, Index T, Index first) {  // T loops over the positions first .. p1-1
       if (T == 0) return;
-      const Factors by{{symbol, T}, {"layers", g.layers}};
-      add(bill, g.name, by, {{"attention", {{"4", 4}, q, {"keys", keys_seen(first, p1, m.window)}}}});
+      Factors by{{symbol, T}, {"layers", g.layers}};
+      if (c.streams.count > 1) by.push_back({"P", c.streams.count});
+      const Exact keys = keys_seen(first, p1, m.window) + Exact(p1 - first) * c.streams.prefix;
+      add(bill, g.name, by, {{"attention", {{"4", 4}, q, {"keys", keys}}}});
       Factors rows = by;
       rows.insert(rows.end(), {{"rows", p1 - first}, two});
       add(bill, g.name, rows, m.layer);
@@ -1201,6 +1264,7 @@ Bill flops_bill(const Config& c, Index p0, Index p1, Index wanted) {
     loops(m.whole == g.loops ? "T" : "(T - 1)", m.whole, p0);
     loops(m.whole == 0 ? "T" : "1", g.loops - m.whole, p1 - wanted);  // prefill's early stop
   }
+  add(bill, "mix", {{"rows", wanted}, two}, mix_elements(c));
   bill.push_back({"head", {{"rows", wanted}, two, {"D", c.dim}, {"V", c.vocab_size}}});
   return bill;
 }
@@ -1228,6 +1292,8 @@ std::optional<Index> crossover(const Config& c, const Config& other) {
 /// Elements of one layer, gains and matrices.
 Bill layer_elements(const Config& c, const Mixer& m, const Factor& experts) {
   Bill bill{{"norms", {{"2", 2}, {"D", c.dim}}}};
+  if (const Streams& s = c.streams; s.count > 1)
+    bill.push_back({"prefixes", {{"2", 2}, {"P", s.count}, {"m", s.prefix}, {"(G dh)", c.kv_dim()}}});
   bill.insert(bill.end(), m.layer.begin(), m.layer.end());
   const Bill ffn = ffn_elements(c, experts);
   bill.insert(bill.end(), ffn.begin(), ffn.end());
@@ -1240,8 +1306,16 @@ Bill once_elements(const Config& c, const Mixer& m) {
   return bill;
 }
 
-Bill params_bill(const Config& c, Index experts) {
+/// Elements of what stands before the head: the gain, and with streams their mixing, biases included.
+Bill end_elements(const Config& c) {
   Bill bill{{"norm", {{"D", c.dim}}}};
+  add(bill, "mix", {}, mix_elements(c));
+  if (c.streams.count > 1) bill.push_back({"mix: biases", {{"(D + P)", c.dim + c.streams.count}}});
+  return bill;
+}
+
+Bill params_bill(const Config& c, Index experts) {
+  Bill bill = end_elements(c);
   for (const Stage& g : c.stages) {
     const Mixer m = mixer_of(c, g);
     add(bill, g.name, {{"layers", g.layers}}, layer_elements(c, m, {"experts", experts}));
@@ -1260,8 +1334,10 @@ Params count_params(const Config& c) {
 // [decode-bytes]
 Bill decode_bytes_bill(const Config& c, Index N, Index batch, Index w, Index s) {
   const Factor D{"D", c.dim}, bytes{"bytes", w}, B{"batch", batch};
-  const Factor experts{"min(E, batch active)", c.moe ? std::min(c.moe->experts, batch * c.moe->active) : 0};
-  Bill bill{{"norm", {bytes, D}}, {"head", {bytes, D, {"V", c.vocab_size}}}, {"embedding", {bytes, D, B}}};
+  const Index rows = batch * c.streams.count;
+  const Factor experts{"min(E, batch P active)", c.moe ? std::min(c.moe->experts, rows * c.moe->active) : 0};
+  Bill bill{{"head", {bytes, D, {"V", c.vocab_size}}}, {"embedding", {bytes, D, B}}};
+  add(bill, "end", {bytes}, end_elements(c));
   for (const Stage& g : c.stages) {
     const Mixer m = mixer_of(c, g);
     const Factor T{"T", g.loops}, layers{"layers", g.layers}, seen{"keys", keys_seen(N, N + 1, m.window)};
@@ -1271,7 +1347,8 @@ Bill decode_bytes_bill(const Config& c, Index N, Index batch, Index w, Index s) 
       by.push_back(bytes);
       add(bill, g.name, by, once_elements(c, m));
     }
-    add(bill, g.name, {T, layers, B}, {{"K and V", {{"2", 2}, {"(G dh)", c.kv_dim()}, {"s", s}, seen}}});
+    add(bill, g.name, {T, layers, {c.streams.count > 1 ? "(batch P)" : "batch", rows}},
+        {{"K and V", {{"2", 2}, {"(G dh)", c.kv_dim()}, {"s", s}, seen}}});
   }
   return bill;
 }

@@ -107,6 +107,13 @@ struct Moe {
 };
 // [moe]
 
+/// ParScale (arXiv 2505.10475): a token is P rows, each behind learned keys of its stream, weighted before the one head.
+struct Streams {
+  Index count = 1;    ///< P
+  Index prefix = 0;   ///< m: learned keys and values of a stream in each layer, before those of any position
+  double smooth = 0;  ///< e: of the weights, e/P are the same for all streams
+};
+
 /// A model's shape; the fields are the checkpoint's keys.
 struct Config {
   std::string arch = "custom";      ///< a label; `stages` decides
@@ -123,6 +130,7 @@ struct Config {
   double embed_scale = 1;           ///< X^0 = embed[token] * embed_scale
   bool tied_embeddings = false;     ///< the head is the embedding
   std::string tokenizer = "bytes";  ///< token = byte
+  Streams streams;                  ///< P > 1 with full stages of one loop only
   std::vector<Stage> stages;        ///< run in this order
 
   Index q_dim() const { return heads * head_dim; }      ///< H dh
@@ -167,6 +175,8 @@ struct Layer {
   Tensor wq;         ///< [H dh,D]
   Tensor wk;         ///< [G dh,D]; none in a shared stage
   Tensor wv;         ///< the same
+  Tensor prefix_k;   ///< [P m,G dh], with streams only
+  Tensor prefix_v;   ///< the same
   Tensor wo;         ///< [D,H dh]
   Tensor ffn_norm;   ///< [D]
   Ffn dense;         ///< without moe
@@ -183,6 +193,7 @@ struct Weights {
   Tensor kv_wk;                            ///< [G dh,D]: K^ = norm(X; kv_norm) kv_wk^T
   Tensor kv_wv;                            ///< [G dh,D]: V^ = norm(X; kv_norm) kv_wv^T
   Tensor norm;                             ///< [D], before the head
+  Tensor mix_w1, mix_b1, mix_w2, mix_b2;   ///< [D,P D] [D] [P,D] [P], with streams only: the weights of a token's rows
   Tensor head;                             ///< [V,D]; a tied head is a view of embed
 };
 
@@ -323,7 +334,7 @@ struct Application {
 /// What an engine must be told when it is made.
 struct EngineOptions {
   Dtype kv_dtype = Dtype::f32;  ///< type of a cached number
-  Index max_rows = 1;           ///< most rows that any one pass will have
+  Index max_rows = 1;           ///< most tokens that any one pass will have
   Index max_tokens = 1;         ///< most positions that all open sequences will hold together
   Index max_sequences = 1;      ///< most sequences open at a time
 };
@@ -434,7 +445,7 @@ Bill flops_bill(const Config&, Index p0, Index p1, Index wanted);
 /// Stored elements, loops counted once, embedding and head left out; with so many of the E experts.
 Bill params_bill(const Config&, Index experts);
 /// Bytes that the decode step of a batch after N tokens must read: each weight once per loop that uses it (of E experts
-/// at most min(E, batch x active)), the head, one embedding row a sequence, and every cached row that is seen; w bytes a
+/// at most min(E, batch x P x active)), the head, one embedding row a sequence, and every cached row that is seen; w bytes a
 /// weight, s bytes a cached number.
 Bill decode_bytes_bill(const Config&, Index N, Index batch, Index w, Index s);
 
@@ -512,6 +523,7 @@ struct Arch {
   const char* kv_cache;     ///< big-O, as the next two
   const char* prefill;      ///< of a prompt
   const char* decode;       ///< of a step
+  bool streams = false;     ///< P of them
 
   bool takes_loops() const { return parts.front().looped || parts.back().looped; }  ///< whether a stage is marked x T
   /// Whether --window means anything.
@@ -525,9 +537,10 @@ Index set_loops(Config&, Index T);
 
 /// Overrides of a shape; 0: keep.
 struct ShapeOptions {
-  Index layers = 0;  ///< L
-  Index window = 0;  ///< W
-  Index loops = 0;   ///< T
+  Index layers = 0;   ///< L
+  Index window = 0;   ///< W
+  Index loops = 0;    ///< T
+  Index streams = 0;  ///< P; 0: 2 where the architecture has streams
 };
 const Names& shape_names();  ///< names of the shapes
 /// A shape as an architecture. Throws Usage for an unknown name and for an override that the architecture cannot take.
