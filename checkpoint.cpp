@@ -56,10 +56,15 @@ const Arch* find_arch(const std::string& name) {
   return it == archs().end() ? nullptr : &*it;
 }
 
-Index set_loops(Config& c, Index T) {
+Index looped_stage(const Config& c) {
   const Arch* arch = find_arch(c.arch);
-  for (std::size_t s = 0; arch && s < arch->parts.size(); ++s)
-    if (arch->parts[s].looped) return T ? c.stages[s].loops = T : c.stages[s].loops;
+  const auto marked = [&](const Stage& s) { return arch ? arch->parts[&s - c.stages.data()].looped : s.loops > 1; };
+  if (std::ranges::count_if(c.stages, marked) != 1) return -1;
+  return std::ranges::find_if(c.stages, marked) - c.stages.begin();
+}
+
+Index set_loops(Config& c, Index T) {
+  if (const Index s = looped_stage(c); s >= 0) return T ? c.stages[s].loops = T : c.stages[s].loops;
   if (T) throw Usage("--loops: arch '" + c.arch + "' has no looped stage");
   return 1;
 }

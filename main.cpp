@@ -72,10 +72,12 @@ void require_memory(const Exact& bytes, const std::string& what) {
 }
 
 /// About what an engine's buffers take for passes of n rows, logits included.
-Exact activation_bytes(const Config& c, Index n) {
+Exact activation_bytes(const Config& c, Index n, bool halts) {
   const Moe m = c.moe.value_or(Moe{});
   const Exact ffn = m.experts + Exact(m.active) * (c.dim + 2 * m.dim) + 2 * (m.shared_dim + c.ffn_dim);
-  const Exact row = 2 * Exact(c.dim) + 2 * Exact(c.q_dim()) + 2 * Exact(c.kv_dim()) + c.head_dim + ffn;
+  const Index s = halts ? looped_stage(c) : -1;  // whose K and V of all layers are kept for a pass
+  const Exact kept = s < 0 ? Exact(0) : c.dim + 2 * Exact(c.stages[s].layers) * c.kv_dim();
+  const Exact row = 2 * Exact(c.dim) + 2 * Exact(c.q_dim()) + 2 * Exact(c.kv_dim()) + c.head_dim + ffn + kept;
   const Exact prefixes = 2 * Exact(c.streams.count) * c.streams.prefix * c.kv_dim();
   return 4 * (n * (c.streams.count * row + c.vocab_size) + prefixes);
 }
@@ -168,7 +170,7 @@ struct Options {
   Index n = 256, loops = 0, layers = 0, window = 0, streams = 0, chunk = 0, threads = 0, prefill = 0, top_k = 0;
   Index batch = 1, kv_bytes = 2, memory = 0, runs = 3, steps = 4;
   std::uint64_t seed = 0;
-  double temperature = 0, top_p = 1;
+  double temperature = 0, top_p = 1, halt = 0;
   bool json = false, csv = false, last = false, by_position = false, allocate_only = false;
 };
 
@@ -230,9 +232,9 @@ Dtype dtype_of(const std::string& name) {
 std::unique_ptr<Engine> make_engine(const Model& m, const Options& o, Index prompt, Index tokens, Index sequences = 1) {
   if (o.threads) set_thread_count(o.threads);
   const Index rows = std::max(std::min(o.chunk, prompt), sequences);
-  const EngineOptions options{dtype_of(o.kv_dtype), rows, tokens * sequences, sequences};
+  const EngineOptions options{dtype_of(o.kv_dtype), rows, tokens * sequences, sequences, o.halt};
   if (o.device == "cuda") {
-    if (m.config.streams.count > 1) fail("--device cuda: streams run on the CPU only");
+    if (m.config.streams.count > 1 || o.halt > 0) fail("--device cuda: streams and --halt run on the CPU only");
 #ifdef YOCOU_CUDA
     return make_cuda_engine(m.config, m.weights, options);
 #else
@@ -240,15 +242,29 @@ std::unique_ptr<Engine> make_engine(const Model& m, const Options& o, Index prom
 #endif
   }
   const Exact caches = Exact(sequences) * cache_bytes(m.config, tokens, size_of(options.kv_dtype));
-  require_memory(caches + activation_bytes(m.config, rows),
+  require_memory(caches + activation_bytes(m.config, rows, o.halt > 0),
       "a run of " + std::to_string(tokens) + " tokens x " + std::to_string(sequences));
   return make_cpu_engine(m.config, m.weights, options);
+}
+
+/// Throws Usage where --halt means nothing.
+void check_halt(const Config& c, const Options& o) {
+  const Index s = looped_stage(c);
+  if (o.halt > 0 && (s < 0 || c.stages[s].attention != Attention::window))
+    throw Usage("--halt: arch '" + c.arch + "' has no window stage that alone is looped");
+}
+
+/// The mean of the loops that positions ran.
+Json mean_loops(std::span<const Index> loops_run) {
+  return static_cast<double>(std::accumulate(loops_run.begin(), loops_run.end(), Index{0})) /
+         static_cast<double>(loops_run.size());
 }
 
 /// The model of a command that reads text, with --loops T.
 Model load_text_model(const Options& o) {
   Model m = load_model(o.model);
   if (m.config.vocab_size < 256) fail(o.model, ": byte text needs vocab_size >= 256, found ", m.config.vocab_size);
+  check_halt(m.config, o);
   set_loops(m.config, o.loops);
   return m;
 }
@@ -329,16 +345,18 @@ void generate(const Options& o) {
     throw;
   }
   if (terminal) put(shown.rest() + "\n");
-  if (o.json)
-    put(dump({{"text", text}, {"tokens", tokens}, {"seed", o.seed}, {"prompt_tokens", prompted},
-            {"cache_bytes", engine->cache_bytes()}}) +
-        "\n");
+  const Json loops = o.halt > 0 ? mean_loops(engine->loops_run(sequence)) : Json();
+  Json result = {{"text", text}, {"tokens", tokens}, {"seed", o.seed}, {"prompt_tokens", prompted},
+      {"cache_bytes", engine->cache_bytes()}};
+  if (o.halt > 0) result["mean_loops"] = loops;
+  if (o.json) put(dump(result) + "\n");
   const auto rate = [](Index count, double seconds) {
     return cell(static_cast<double>(count) / std::max(seconds, 1e-9)) + " tok/s";
   };
   const std::string decoding = decoded ? ", " + rate(decoded, decode_seconds) : "";
   std::cerr << "prompt " << prompted << " tokens, " << rate(prompted, prompt_seconds) << "; decode " << decoded
-            << " steps" << decoding << "; cache " << engine->cache_bytes() << " bytes; seed " << o.seed << "\n";
+            << " steps" << decoding << "; cache " << engine->cache_bytes() << " bytes; "
+            << (o.halt > 0 ? "mean loops " + cell(loops) + "; " : "") << "seed " << o.seed << "\n";
   stop_if_interrupted();
 }
 
@@ -357,12 +375,15 @@ void score(const Options& o) {
   const std::vector<int> tokens = bytes_to_tokens(file.text(), o.file, 2);
   const Index N = std::ssize(tokens), V = m.config.vocab_size;
   std::vector<Json> rows, positions;
+  const Config stored = m.config;
   for (const Index given : o.loops_list) {
+    m.config = stored;  // at T = 1 a custom config no longer says which stage is looped
     const Index T = set_loops(m.config, given);
     const auto engine = make_engine(m, o, N, N);
+    const int sequence = engine->open();
     std::vector<double> bits(static_cast<std::size_t>(N - 1));
     Progress progress("score", N);
-    forward_all(*engine, m.config, engine->open(), tokens, o.chunk, [&](Index first, Index n, const float* logits) {
+    forward_all(*engine, m.config, sequence, tokens, o.chunk, [&](Index first, Index n, const float* logits) {
       for (Index i = first; i < std::min(first + n, N - 1); ++i)
         bits[i] = surprise({logits + (i - first) * V, static_cast<std::size_t>(V)}, tokens[i + 1]);
       progress(first + n);
@@ -372,6 +393,7 @@ void score(const Options& o) {
     };
     const double all = mean(0, N - 1);
     rows.push_back({{"loops", T}, {"predictions", N - 1}, {"bits_per_byte", all}, {"perplexity", std::exp2(all)}});
+    if (o.halt > 0) rows.back()["mean_loops"] = mean_loops(engine->loops_run(sequence));
     for (Index from = 1; from < N; from *= 2) {  // by position of the byte predicted, in doubling ranges
       const Index to = std::min(2 * from, N);
       positions.push_back({{"loops", T}, {"from", from}, {"to", to - 1}, {"bits_per_byte", mean(from - 1, to - 1)}});
@@ -413,6 +435,7 @@ void logits(const Options& o) {
   std::optional<MappedFile> file;
   const std::string_view list = text_or_file("--tokens", o.tokens, o.tokens_file, file);
   Model m = load_model(o.model);
+  check_halt(m.config, o);
   set_loops(m.config, o.loops);
   const Index V = m.config.vocab_size;
   const std::vector<int> tokens = read_tokens(list, V, file ? o.tokens_file : "--tokens");
@@ -441,11 +464,18 @@ void logits(const Options& o) {
     if (!o.last) print(i, 1, row.data());
   }
   if (o.last) print(N - 1, 1, row.data());
-  if (o.json) put("]}\n");
+  const Json loops(engine->loops_run(sequence));
+  if (o.json) put("]" + (o.halt > 0 ? ",\"loops\":" + dump(loops) : "") + "}\n");
 }
 
-/// Greedy completions of some tasks, prompts and decode steps batched. right[i] = 1 for an exact match.
-void answer_batch(Engine& engine, const Config& c, std::span<const Task> tasks, Index chunk, char* right) {
+/// How tasks went: one, or several together.
+struct Tally {
+  Index count = 0, correct = 0;  ///< of tasks
+  std::vector<Index> loops_run;  ///< of their positions, with --halt
+};
+
+/// Greedy completions of some tasks, prompts and decode steps batched.
+void answer_batch(Engine& engine, const Config& c, std::span<const Task> tasks, Index chunk, Tally* went) {
   const std::size_t V = static_cast<std::size_t>(c.vocab_size), count = tasks.size();
   std::vector<float> logits(count * V);
   std::vector<std::vector<int>> prompts;
@@ -472,7 +502,11 @@ void answer_batch(Engine& engine, const Config& c, std::span<const Task> tasks, 
     });
     if (!open.empty()) decode(engine, who, next, logits.data());
   }
-  for (std::size_t i = 0; i < count; ++i) right[i] = written[i] == tasks[i].answer, engine.close(pass[i].sequence);
+  for (std::size_t i = 0; i < count; ++i) {
+    const auto loops = engine.loops_run(pass[i].sequence);
+    went[i] = {1, written[i] == tasks[i].answer, {loops.begin(), loops.end()}};
+    engine.close(pass[i].sequence);
+  }
 }
 
 /// `yocou eval`
@@ -486,26 +520,29 @@ void eval(const Options& o) {
   for (const Task& t : tasks)
     longest = std::max(longest, std::ssize(t.prompt) + std::ssize(t.answer)), prompts += std::ssize(t.prompt);
   std::vector<Json> rows;
+  const Config stored = m.config;
   for (const Index given : o.loops_list) {
+    m.config = stored;  // at T = 1 a custom config no longer says which stage is looped
     const Index T = set_loops(m.config, given);
     const auto engine = make_engine(m, o, prompts, longest, std::min(together, std::ssize(tasks)));
-    std::vector<char> right(tasks.size());
+    std::vector<Tally> went(tasks.size());
     Progress progress("eval", std::ssize(tasks));
     for (Index first = 0, last = 0; first < std::ssize(tasks); first = last) {
       for (Index sum = 0; last < std::ssize(tasks) && last - first < together; ++last)
         if ((sum += std::ssize(tasks[last].prompt)) > o.chunk && last > first) break;
-      answer_batch(*engine, m.config, std::span(tasks).subspan(first, last - first), o.chunk, &right[first]);
+      answer_batch(*engine, m.config, std::span(tasks).subspan(first, last - first), o.chunk, &went[first]);
       progress(last);
     }
-    std::map<Json, std::pair<Index, Index>> tally;  // by group: tasks, and those answered right
+    std::map<Json, Tally> groups;
     for (std::size_t i = 0; i < tasks.size(); ++i) {
-      auto& [count, good] = tally[Json::parse(tasks[i].group)];
-      ++count, good += right[i], correct += right[i];
+      Tally& group = groups[Json::parse(tasks[i].group)];
+      group.count += went[i].count, group.correct += went[i].correct, correct += went[i].correct;
+      group.loops_run.insert(group.loops_run.end(), went[i].loops_run.begin(), went[i].loops_run.end());
     }
-    for (const auto& [group, counted] : tally) {
-      const auto [count, good] = counted;
-      rows.push_back({{"loops", T}, {"group", group}, {"count", count}, {"correct", good},
-          {"accuracy", static_cast<double>(good) / static_cast<double>(count)}});
+    for (const auto& [name, group] : groups) {
+      rows.push_back({{"loops", T}, {"group", name}, {"count", group.count}, {"correct", group.correct},
+          {"accuracy", static_cast<double>(group.correct) / static_cast<double>(group.count)}});
+      if (o.halt > 0) rows.back()["mean_loops"] = mean_loops(group.loops_run);
     }
   }
   const Index total = std::ssize(tasks) * std::ssize(o.loops_list);
@@ -518,7 +555,7 @@ void trace(const Options& o) {
   const Config& c = m.config;
   const std::vector<int> prompt = bytes_to_tokens(*o.prompt, "the prompt");
   struct Sums {
-    Index stage, loop, layer;
+    Index stage, loop, layer, rows = 0;
     double norm = 0, angle = 0, loop_cosine = 0;
     std::vector<Index> load = {};
   };
@@ -527,34 +564,40 @@ void trace(const Options& o) {
   std::size_t next = 0;
   const Index D = c.dim, N = std::ssize(prompt);
   const auto engine = make_engine(m, o, N, N);
-  const auto dot = [D](const float* a, const float* b) { return std::inner_product(a, a + D, b, 0.0); };
-  const auto cosine = [&](const float* a, const float* b) {
-    const double norms = std::sqrt(dot(a, a) * dot(b, b));
-    return norms > 0 ? std::clamp(dot(a, b) / norms, -1.0, 1.0) : 1.0;
-  };
   const auto ends_loop = [&](const auto& a) { return a.stage >= 0 && a.layer + 1 == c.stages[a.stage].layers; };
   engine->on_layer = [&](const Application& a) {
-    if (a.stage < 0) next = 0;  // a chunk begins
+    if (a.stage < 0) {  // a chunk begins
+      next = 0;
+      before.assign(a.x.begin(), a.x.end());
+      loop_before = before;
+    }
     if (next == applications.size()) applications.push_back({a.stage, a.loop, a.layer});
     Sums& sums = applications[next++];
     sums.load.resize(a.expert_load.size());
     std::ranges::transform(a.expert_load, sums.load, sums.load.begin(), std::plus<>());
-    for (Index i = 0; i < std::ssize(a.x); i += D) {
-      sums.norm += std::sqrt(dot(&a.x[i], &a.x[i]) / static_cast<double>(D));
-      if (a.stage >= 0) sums.angle += std::acos(cosine(&a.x[i], &before[i])) / M_PI;
-      if (a.loop > 0 && ends_loop(a)) sums.loop_cosine += cosine(&a.x[i], &loop_before[i]);
+    const Index n = std::ssize(a.x) / D;
+    sums.rows += n;
+    for (Index i = 0; i < n; ++i) {
+      const Index row = (a.rows.empty() ? i : a.rows[i]) * D;
+      const auto x = a.x.subspan(i * D, D), old = std::span<const float>(before).subspan(row, D);
+      sums.norm += std::sqrt(std::inner_product(x.begin(), x.end(), x.begin(), 0.0) / static_cast<double>(D));
+      if (a.stage >= 0) sums.angle += std::acos(cosine(x, old)) / M_PI;
+      if (a.loop > 0 && ends_loop(a))
+        sums.loop_cosine += cosine(x, std::span<const float>(loop_before).subspan(row, D));
+      std::ranges::copy(x, before.begin() + row);
+      if (ends_loop(a)) std::ranges::copy(x, loop_before.begin() + row);
     }
-    before.assign(a.x.begin(), a.x.end());
-    if (ends_loop(a)) loop_before = before;
   };
   forward_all(*engine, c, engine->open(), prompt, o.chunk, [](Index, Index, const float*) {});
   std::vector<Json> rows;
   for (const Sums& a : applications) {
-    const auto mean = [N](double sum, bool there) { return there ? Json(sum / static_cast<double>(N)) : Json(); };
+    const auto mean = [&](double sum, bool there) {
+      return there && a.rows > 0 ? Json(sum / static_cast<double>(a.rows)) : Json();
+    };
     Json load;  // share of the tokens' choices; one cell in a table
     Names words;
     for (const Index l : a.load) {
-      const double share = static_cast<double>(l) / static_cast<double>(N * c.moe->active);
+      const double share = static_cast<double>(l) / static_cast<double>(std::max<Index>(1, a.rows * c.moe->active));
       load.push_back(share), words.push_back(cell(std::round(share * 1000) / 1000));
     }
     if (!o.json && !words.empty()) load = join(words, " ");
@@ -562,6 +605,7 @@ void trace(const Options& o) {
         {{"application", std::ssize(rows)}, {"stage", a.stage < 0 ? "embed" : c.stages[a.stage].name}, {"loop", a.loop},
             {"layer", a.layer}, {"norm", mean(a.norm, true)}, {"angular_distance", mean(a.angle, a.stage >= 0)},
             {"loop_cosine", mean(a.loop_cosine, a.loop > 0 && ends_loop(a))}, {"router_load", load}});
+    if (o.halt > 0) rows.back()["rows"] = a.rows;
   }
   put_rows(rows, o);
 }
@@ -571,19 +615,20 @@ void trace(const Options& o) {
 std::vector<Config> configs_of(const Options& o) {
   if (!o.model.empty()) {
     Config c = load_model(o.model).config;
+    check_halt(c, o);
     set_loops(c, o.loops);
     return {c};
   }
   Names names;
   for (const Arch& a : archs())
     if (o.arch.empty() && (!o.loops || a.takes_loops()) && (!o.window || a.takes_window()) &&
-        (a.streams ? o.device != "cuda" : !o.streams))
+        (a.streams ? o.device != "cuda" : !o.streams) && (o.halt == 0 || (a.parts[0].looped && a.takes_window())))
       names.push_back(a.name);
   std::istringstream given(o.arch);
   for (std::string name; std::getline(given, name, ',');) names.push_back(name);
   std::vector<Config> all;
   for (const std::string& name : names)
-    all.push_back(make_config(o.shape, name, {o.layers, o.window, o.loops, o.streams}));
+    check_halt(all.emplace_back(make_config(o.shape, name, {o.layers, o.window, o.loops, o.streams})), o);
   return all;
 }
 
@@ -676,6 +721,12 @@ void verify_run(const Model& m, const Options& o, Index N, std::vector<Json>& ro
   };
   std::vector<int> sequences;
   std::vector<float> logits(static_cast<std::size_t>(B * c.vocab_size));
+  // Of FLOP, `each` a sequence; where rows halt, by the loops that this run's positions p0 .. p0+n-1 ran.
+  const auto flops_formula = [&](Index p0, Index n, const Exact& each) {
+    Exact sum = 0;
+    for (const int b : sequences) sum += o.halt > 0 ? halting_flops(c, p0, engine->loops_run(b).subspan(p0, n)) : each;
+    return sum;
+  };
   Exact cross = 0, global = 0, rings = 0;  // rows through the cross-decoder, rows of K^, V^ a token, bytes of the rings
   for (const Stage& g : c.stages) {
     if (g.attention == Attention::window) rings += Exact(g.layers) * g.loops * g.window * 2 * c.kv_dim() * s;
@@ -687,13 +738,13 @@ void verify_run(const Model& m, const Options& o, Index N, std::vector<Json>& ro
   add("ring_bytes", 0, rings, engine->cache_bytes());  // an empty sequence holds its rings, whole, and no block
   for (Index b = 0; b < B; ++b) prefill(*engine, sequences[b], random_tokens(c, N, b), o.chunk, logits.data());
   add("cache_bytes_prefill", N, cache_bytes(c, N, s), engine->cache_bytes());
-  add("prefill_flops", N, prefill_flops(c, N), flops());
+  rows.push_back(check("prefill_flops", c, N, flops_formula(0, N, prefill_flops(c, N)), flops()));
   add("cross_positions", N, cross, static_cast<Index>(engine->counters.cross_positions));
   add("global_rows", N, global * N, engine->global_rows());
   for (Index k = 0; k < o.steps; ++k) {
     const Index before = flops();
     decode(*engine, sequences, random_tokens(c, B, k), logits.data());
-    add("decode_flops", N + k, decode_flops(c, N + k), flops() - before);
+    rows.push_back(check("decode_flops", c, N + k, flops_formula(N + k, 1, decode_flops(c, N + k)), flops() - before));
   }
   add("cache_bytes_decode", N + o.steps, cache_bytes(c, N + o.steps, s), engine->cache_bytes());
   add("global_rows", N + o.steps, global * (N + o.steps), engine->global_rows());
@@ -979,6 +1030,8 @@ void declare(CLI::App& app, std::vector<Command>& commands) {
   number(shaped, "--window", &Options::window, sizes, "W, in place of the shape's");
   number(shaped, "--streams", &Options::streams, Range<Index>{2, counts.high}, "P of parscale (default 2)");
   number(shaped + " generate logits trace", "--loops", &Options::loops, counts, "T of the looped stage");
+  number("generate score eval logits trace verify", "--halt", &Options::halt, shares,
+      "rows that a loop turns by less than A, of a half turn, loop no further");
   number("score eval", "--loops", &Options::loops_list, counts, "T of the looped stage, one or several: 1,2,3");
   number(costed, "-N", &Options::N, Ns, "tokens, one or several");
   number(costed, "--batch", &Options::batch, batches, "sequences");

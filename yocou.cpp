@@ -392,15 +392,18 @@ class Cache {
 struct Sequence {
   Index length = 0;
   std::vector<Cache> caches;
+  std::vector<Index> loops_run;  ///< of each position, where rows may halt
 };
 
-/// One stream of one sequence in the pass that is running: rows first .. first+n-1 of X, at positions p0 .. p0+n-1.
+/// One stream of one sequence in the pass that is running: positions p0 .. p0+count-1, rows begin .. begin+count-1 of the
+/// pass. Those that have not halted are rows first .. first+n-1 of X: all of them, as a rule.
 struct Part {
   Sequence* sequence;
   Index first, n, p0;
   Logits want;
   Index stream;             ///< 0 .. P-1
   std::span<Cache> caches;  ///< of the stream
+  Index begin, count;
 };
 
 // =====================================================================================================================
@@ -440,8 +443,9 @@ inline void mix_tile(const float* P, Index ldp, const Num* v, Index stride, Inde
 struct Keys {
   Index cache;                       ///< which of the sequence's caches
   Index reach;                       ///< W; or more than any position: all
-  const float *K, *V;                ///< [n,G dh], fresh; null when everything is cached
+  const float *K, *V;                ///< [n,G dh], fresh, a row for each of the pass; null when everything is cached
   const float *prefix_K, *prefix_V;  ///< [P m,G dh], the first keys of each stream: no position, seen by every query
+  const Index* row;                  ///< [n] which row of the pass a query is
 };
 // [keys]
 
@@ -468,7 +472,7 @@ std::uint64_t attention_tile(const Config& c, const Part& part, const Keys& keys
   const Index dh = c.head_dim, rows = b * R, H = c.heads, g = h0 / c.group();
   const float scale = static_cast<float>(1 / std::sqrt(static_cast<double>(dh)));
   const Cache& cache = part.caches[keys.cache];
-  const Index m = c.streams.prefix, cached = m + (keys.K ? part.p0 : part.p0 + part.n);
+  const Index m = c.streams.prefix, cached = m + (keys.K ? part.p0 : part.p0 + part.count);
 
   for (Index i = 0; i < b; ++i) {  // gather [b R,dh]; a row's R heads are neighbours
     const float* from = Q + ((part.first + i0 + i) * H + h0) * dh;
@@ -478,8 +482,10 @@ std::uint64_t attention_tile(const Config& c, const Part& part, const Keys& keys
   std::fill_n(t.max, rows, -infinity);
   std::fill_n(t.sum, rows, 0.f);
 
-  const Index p = m + part.p0 + i0;                                        // keys count from the first of the prefix
-  const Index low = std::max<Index>(0, p - keys.reach + 1), high = p + b;  // of the whole tile
+  const auto own_key = [&](Index i) {  // the last that query i0 + i sees; keys count from the first of the prefix
+    return m + part.p0 + keys.row[part.first + i0 + i] - part.begin;
+  };
+  const Index low = std::max<Index>(0, own_key(0) - keys.reach + 1), high = own_key(b - 1) + 1;  // of the whole tile
   std::uint64_t admitted = 0;
   for (Index t0 = low / key_tile * key_tile; t0 < high; t0 += key_tile) {
     const Index begin = std::max(low, t0), end = std::min(high, t0 + key_tile);
@@ -492,7 +498,7 @@ std::uint64_t attention_tile(const Config& c, const Part& part, const Keys& keys
         } else if (j < cached) {
           run = cache.run(g, j - m, std::min(end, cached) - m);
         } else {
-          const Index row = ((part.first + j - m - part.p0) * c.kv_heads + g) * dh;
+          const Index row = ((part.begin + j - m - part.p0) * c.kv_heads + g) * dh;
           run = {keys.K + row, keys.V + row, end - j, c.kv_dim(), Dtype::f32};
         }
         use(run, j - t0);
@@ -513,7 +519,7 @@ std::uint64_t attention_tile(const Config& c, const Part& part, const Keys& keys
     });
     // [softmax]
     for (Index r = 0; r < rows; ++r) {  // S becomes P; keys outside the row's own window become e^-inf = 0
-      const Index q = p + r / R;
+      const Index q = own_key(r / R);
       const Index from = std::clamp(q - keys.reach + 1, begin, end) - t0,
                   to = std::max(std::min(end, q + 1) - t0, from);
       float* s = t.s + r * key_tile;
@@ -661,6 +667,17 @@ void route(const Moe& moe, const float* logits, Index* chosen, float* weight) {
 }
 // [route]
 
+double cosine(std::span<const float> a, std::span<const float> b) {
+  double ab = 0, aa = 0, bb = 0;
+  for (std::size_t d = 0; d < a.size(); ++d) {
+    ab += double{a[d]} * b[d];
+    aa += double{a[d]} * a[d];
+    bb += double{b[d]} * b[d];
+  }
+  const double norms = std::sqrt(aa * bb);
+  return norms > 0 ? std::clamp(ab / norms, -1.0, 1.0) : 1;
+}
+
 int greedy(std::span<const float> logits) {
   return static_cast<int>(std::max_element(logits.begin(), logits.end()) - logits.begin());
 }
@@ -701,6 +718,12 @@ class CpuEngine final : public Engine {
     gate_ = floats(n * F), up_ = floats(n * F);
     const Index prefixes = c_.streams.count * c_.streams.prefix * c_.kv_dim();
     prefix_k_ = floats(prefixes), prefix_v_ = floats(prefixes), mix_ = floats(n);
+    row_.resize(n);
+    for (const Stage& s : c_.stages)
+      if (options.halt > 0 && s.loops > 1) {
+        state_ = floats(n * c_.dim);
+        written_k_ = floats(s.layers * n * c_.kv_dim()), written_v_ = floats(s.layers * n * c_.kv_dim());
+      }
     if (c_.moe) {
       router_ = floats(n * c_.moe->experts), gathered_ = floats(routed * c_.dim);
       expert_gate_ = floats(routed * c_.moe->dim), expert_up_ = floats(routed * c_.moe->dim);
@@ -743,6 +766,7 @@ class CpuEngine final : public Engine {
   }
   Index cache_bytes() const override { return arena_.live(Use::cache); }
   Index global_rows() const override { return global_rows_; }
+  std::span<const Index> loops_run(int sequence) const override { return sequences_.at(sequence)->loops_run; }
   const Arena& arena() const { return arena_; }
 
   // [forward]
@@ -783,8 +807,10 @@ class CpuEngine final : public Engine {
       for (Cache& cache : sequence.caches) cache.grow(sequence.length + n);
       for (Index p = 0; p < P; ++p, rows_ += n)
         parts_.push_back({&sequence, rows_, n, sequence.length, segment.want, p,
-            std::span(sequence.caches).subspan(p * plan_.kept.size(), plan_.kept.size())});
+            std::span(sequence.caches).subspan(p * plan_.kept.size(), plan_.kept.size()), rows_, n});
+      if (options_.halt > 0) sequence.loops_run.resize(sequence.length + n, 1);
     }
+    std::iota(row_.begin(), row_.end(), 0);
   }
 
   /// X [n,D] = embed[token] * embed_scale, the same for each of P streams; the rows' angles are formed here too, the same in every loop.
@@ -798,10 +824,14 @@ class CpuEngine final : public Engine {
             const auto* row = static_cast<const decltype(num)*>(w_.embed.data) + token * c_.dim;
             for (Index d = 0; d < c_.dim; ++d) *x++ = to_float(row[d]) * scale;
           });
+    form_angles();
+    remember();
+    show({}, /*embeddings=*/true);
+  }
+  void form_angles() {
     const auto rotates = [](const Stage& s) { return s.rope; };
     if (std::any_of(c_.stages.begin(), c_.stages.end(), rotates))
       rope_angles(frequency_, parts_, cos_.floats(), sin_.floats());
-    show({}, /*embeddings=*/true);
   }
 
   // [global-kv]
@@ -812,7 +842,7 @@ class CpuEngine final : public Engine {
     rms_norm(x_.floats(), w_.kv_norm, eps(), rows_, a_.floats());
     multiply({{a_.floats(), rows_, w_.kv_wk, k_.floats()}, {a_.floats(), rows_, w_.kv_wv, v_.floats()}});
     if (stage.rope) rope(c_, c_.kv_heads, rows_, cos_.floats(), sin_.floats(), k_.floats());
-    append(loop.first);
+    append(loop.first, k_.floats(), v_.floats());
     global_rows_ += rows_;
   }
   // [global-kv]
@@ -835,7 +865,7 @@ class CpuEngine final : public Engine {
     const Index n = rows_;
     float *x = x_.floats(), *a = a_.floats(), *q = q_.floats(), *k = k_.floats(), *v = v_.floats(), *o = o_.floats();
 
-    Keys keys{place.kept, reach(stage), nullptr, nullptr, prefix_k_.floats(), prefix_v_.floats()};
+    Keys keys{place.kept, reach(stage), nullptr, nullptr, prefix_k_.floats(), prefix_v_.floats(), row_.data()};
     if (c_.streams.count > 1) load_prefixes(w);
     if (stage.attention == Attention::shared) {
       multiply({{a, n, w.wq, q}});  // q [n,H dh]  2 n D H dh FLOP
@@ -845,13 +875,15 @@ class CpuEngine final : public Engine {
       if (stage.rope) rope(c_, c_.kv_heads, n, cos_.floats(), sin_.floats(), k);
     }
     if (stage.rope) rope(c_, c_.heads, n, cos_.floats(), sin_.floats(), q);
-    if (stage.attention == Attention::full) append(place.kept);
+    if (stage.attention == Attention::full) append(place.kept, k, v);
     if (stage.attention == Attention::window) {  // keys of this pass beside the ring:
       round_like_cache(k), round_like_cache(v);  // the same numbers it will hold
-      keys.K = k, keys.V = v;
+      const bool halts = options_.halt > 0 && stage.loops > 1;
+      keys.K = halts ? in_place(written_k_, place.layer, k) : k;
+      keys.V = halts ? in_place(written_v_, place.layer, v) : v;
     }
     attention(keys, q, o);  // o [n,H dh]  4 H dh FLOP a key
-    if (stage.attention == Attention::window) append(place.kept);
+    if (stage.attention == Attention::window) append(place.kept, keys.K, keys.V);
     multiply({{o, n, w.wo, x, /*add=*/true}});  // x += o wo^T  2 n D H dh FLOP
   }
   // [layer]
@@ -870,10 +902,11 @@ class CpuEngine final : public Engine {
     tiles_.clear();
     Index work = 0;
     for (const Part& part : parts_) {
+      if (part.n == 0) continue;
       for (Index i = 0; i < part.n; i += b) tiles_.push_back({&part, i});
-      const Index seen = std::min(keys.reach, c_.streams.prefix + part.p0 + part.n);
+      const Index seen = std::min(keys.reach, c_.streams.prefix + part.p0 + part.count);
       work += 4 * part.n * seen * c_.q_dim();
-      const Index cached = std::min(keys.K ? part.p0 : part.p0 + part.n, keys.reach);
+      const Index cached = std::min(keys.K ? part.p0 : part.p0 + part.count, keys.reach);
       counters.bytes += static_cast<std::uint64_t>(2 * cached * c_.kv_dim() * size_of(options_.kv_dtype));
     }
     // A task takes a group's R heads, which share each row of K and V; fewer where that would leave threads idle.
@@ -953,21 +986,70 @@ class CpuEngine final : public Engine {
     std::size_t parts = 0;
     for (const Part& part : parts_) {
       if (part.want == Logits::none || part.n == 0) continue;
-      const Index skip = part.want == Logits::last ? part.n - 1 : 0, half = c_.head_dim / 2;
-      const auto move = [&](Slab& m, Index width) {
-        float* to = m.floats() + kept * width;
-        std::memmove(
-            to, m.floats() + (part.first + skip) * width, static_cast<std::size_t>((part.n - skip) * width * 4));
-      };
-      move(x_, c_.dim), move(cos_, half), move(sin_, half);
-      parts_[parts++] = {part.sequence, kept, part.n - skip, part.p0 + skip, part.want, part.stream, part.caches};
-      kept += parts_[parts - 1].n;
+      const Index skip = part.want == Logits::last ? part.n - 1 : 0, n = part.n - skip;
+      move_rows(part.first + skip, n, kept);
+      parts_[parts++] = {
+          part.sequence, kept, n, part.p0 + skip, part.want, part.stream, part.caches, /*begin=*/kept, /*count=*/n};
+      kept += n;
     }
     parts_.erase(parts_.begin() + static_cast<std::ptrdiff_t>(parts), parts_.end());
     rows_ = kept;
     return kept > 0;
   }
+  /// Moves rows of X and their angles.
+  void move_rows(Index from, Index count, Index to) {
+    const Index half = c_.head_dim / 2;
+    for (const auto& [m, width] : {std::pair{&x_, c_.dim}, {&cos_, half}, {&sin_, half}})
+      std::memmove(m->floats() + to * width, m->floats() + from * width, static_cast<std::size_t>(count * width * 4));
+  }
   // [keep-rows]
+
+  // [halt]
+  /// Behind a loop: rows whose state it turned by less than A leave X, and with them the work of the loops that follow;
+  /// behind the last one all are back. A row's own past decides, so it halts alike in any chunk, batch or step.
+  void end_loop(const Plan::Loop& loop) {
+    if (options_.halt == 0) return;
+    const Index D = c_.dim, loops = c_.stages[loop.stage].loops;
+    if (loops == 1) return remember();
+    rows_ = 0;
+    for (Part& part : parts_) {
+      const Index first = std::exchange(part.first, rows_), n = std::exchange(part.n, 0);
+      for (Index i = first; i < first + n; ++i) {
+        const std::span<float> x(x_.floats() + i * D, D), before(state_.floats() + row_[i] * D, D);
+        const bool rests = std::acos(cosine(x, before)) / M_PI < options_.halt;
+        std::ranges::copy(x, before.begin());
+        part.sequence->loops_run[part.p0 + row_[i] - part.begin] = loop.loop + 1;
+        if (rests) continue;
+        move_rows(i, 1, rows_);
+        row_[rows_++] = row_[i];
+        ++part.n;
+      }
+    }
+    if (loop.loop + 1 < loops) return;
+    rows_ = 0;
+    for (Part& part : parts_) {
+      part.first = part.begin, part.n = part.count;
+      rows_ += part.count;
+    }
+    std::iota(row_.begin(), row_.end(), 0);
+    std::copy_n(state_.floats(), rows_ * D, x_.floats());
+    form_angles();
+  }
+
+  /// Keeps the states [n,D] that enter a loop.
+  void remember() {
+    if (options_.halt > 0) std::copy_n(x_.floats(), rows_ * c_.dim, state_.floats());
+  }
+
+  /// A layer's K or V [n,G dh] in its place among all rows of the pass. Those that have halted still stand there as this
+  /// layer wrote them in the last loop that they ran, whatever their ring has lost since: each later ring takes a copy.
+  const float* in_place(Slab& written, Index layer, const float* rows) {
+    const Index width = c_.kv_dim();
+    float* all = written.floats() + layer * options_.max_rows * width;
+    for (Index i = 0; i < rows_; ++i) std::copy_n(rows + i * width, width, all + row_[i] * width);
+    return all;
+  }
+  // [halt]
 
   // [mix-streams]
   /// A token's P rows h_p of a [P n,D] become one of a [n,D], sum over p of w_p h_p. With y [n,P D] = the h_p side by side
@@ -979,7 +1061,7 @@ class CpuEngine final : public Engine {
       const Index before = part.first - part.stream * part.n;  // rows of the segments before this one, P a token
       for (Index i = 0; i < part.n; ++i)
         std::copy_n(a + (part.first + i) * D, D, y + (before + i * P + part.stream) * D);
-      part.first = before / P;
+      part.first = part.begin = before / P;
     }
     std::erase_if(parts_, [](const Part& part) { return part.stream > 0; });
     const Index n = rows_ /= P;
@@ -1021,9 +1103,9 @@ class CpuEngine final : public Engine {
   void multiply(std::initializer_list<Product> products) {
     yocou::multiply({products.begin(), products.size()}, counters);
   }
-  void append(Index cache) {
+  void append(Index cache, const float* K, const float* V) {
     for (const Part& p : parts_)
-      p.caches[cache].append(k_.floats() + p.first * c_.kv_dim(), v_.floats() + p.first * c_.kv_dim(), p.n, p.p0);
+      p.caches[cache].append(K + p.begin * c_.kv_dim(), V + p.begin * c_.kv_dim(), p.count, p.p0);
   }
   /// Rounds rows [n,G dh] to the type of the caches.
   void round_like_cache(float* rows) const {
@@ -1036,9 +1118,11 @@ class CpuEngine final : public Engine {
   }
   void show(const Place& place, bool embeddings = false) {
     if (!on_layer) return;
+    const bool halted = std::ranges::any_of(parts_, [](const Part& p) { return p.n < p.count; });
     on_layer({embeddings ? -1 : place.stage, place.loop, place.layer,
         {x_.floats(), static_cast<std::size_t>(rows_ * c_.dim)},
-        c_.moe && !embeddings ? std::span<const Index>(load_) : std::span<const Index>()});
+        c_.moe && !embeddings ? std::span<const Index>(load_) : std::span<const Index>(),
+        std::span<const Index>(row_).first(halted ? rows_ : 0)});
   }
 
   struct Tile {
@@ -1061,6 +1145,8 @@ class CpuEngine final : public Engine {
   Index rows_ = 0;
   Slab x_, a_, q_, k_, v_, o_, cos_, sin_, gate_, up_;  // [n,D] [n,D] [n,H dh] [n,G dh] .. [n,dh/2] .. [n,F]
   Slab router_, gathered_, expert_gate_, expert_up_;    // [n,E] [n A,D] [n A,Fe] [n A,Fe]
+  Slab state_, written_k_, written_v_;                  // [n,D] before the loop, [layers,n,G dh] of a stage that halts
+  std::vector<Index> row_;                              // [n] which row of the pass a row of X is
   Slab prefix_k_, prefix_v_, mix_;                      // [P m,G dh] of the layer that runs, the same, [n,P]
   std::vector<float> logits_;                           // of forward_sample
   std::vector<float> weight_;                           // [n,A]
@@ -1271,6 +1357,18 @@ Bill flops_bill(const Config& c, Index p0, Index p1, Index wanted) {
 Exact prefill_flops(const Config& c, Index N) { return total(flops_bill(c, 0, N, /*wanted=*/1)); }
 Exact decode_flops(const Config& c, Index N) { return total(flops_bill(c, N, N + 1, /*wanted=*/1)); }
 // [flops]
+
+// [halting-flops]
+Exact halting_flops(Config c, Index p0, std::span<const Index> loops_run) {
+  const Index stage = looped_stage(c), end = p0 + std::ssize(loops_run);
+  Exact sum = 0;
+  for (Index p = p0; p < end; ++p) {  // each position in a model of its own T
+    if (stage >= 0) c.stages[stage].loops = loops_run[p - p0];
+    sum += total(flops_bill(c, p, p + 1, /*wanted=*/p + 1 == end ? 1 : 0));
+  }
+  return sum;
+}
+// [halting-flops]
 
 // [crossover]
 Index largest(Index limit, const std::function<bool(Index)>& ok) {

@@ -276,6 +276,7 @@ struct Plan {
 ///   project_global(loop)   K^, V^ [n,G dh] from the rows of X, appended to the global cache
 ///   keep_wanted_rows()     drops the rows whose logits nobody wants; false when none is left
 ///   layer(place)           X = one layer's application to X [n,D]
+///   end_loop(loop)         rows whose state has come to rest leave X until the stage ends, where an engine halts
 template <class Operations>
 void run_stages(const Config& c, const Plan& plan, Operations&& engine) {
   for (const Plan::Loop& loop : plan.loops) {
@@ -283,6 +284,7 @@ void run_stages(const Config& c, const Plan& plan, Operations&& engine) {
     if (loop.narrows && !engine.keep_wanted_rows()) return;
     for (Index l = 0; l < c.stages[static_cast<std::size_t>(loop.stage)].layers; ++l)
       engine.layer(Place{loop.stage, loop.loop, l, loop.first + l * loop.stride});
+    engine.end_loop(loop);
   }
 }
 // [run-stages]
@@ -329,6 +331,7 @@ struct Application {
   Index layer = 0;                     ///< in its stage, from 0
   std::span<const float> x;            ///< [n,D], the rows of the pass
   std::span<const Index> expert_load;  ///< [E] tokens sent to each expert in this application; empty when dense
+  std::span<const Index> rows = {};    ///< [n] which of the pass's rows these are, where some have halted; empty: all
 };
 
 /// What an engine must be told when it is made.
@@ -337,6 +340,7 @@ struct EngineOptions {
   Index max_rows = 1;           ///< most tokens that any one pass will have
   Index max_tokens = 1;         ///< most positions that all open sequences will hold together
   Index max_sequences = 1;      ///< most sequences open at a time
+  double halt = 0;  ///< A: rows that a loop turns by a smaller angle / pi run no further loops; 0: none halts
 };
 
 /// A model that runs: the weights, the caches of the open sequences, and one operation. The commands know no other.
@@ -357,6 +361,8 @@ class Engine {
       std::span<const Segment> pass, const Sampling&, std::span<const double> u, int* tokens) = 0;
   virtual Index cache_bytes() const = 0;  ///< bytes of cache allocated at this moment, all sequences together
   virtual Index global_rows() const = 0;  ///< rows of K^, V^ written, all sequences and caches together
+  /// t_i: how many loops each position of an open sequence ran; empty without EngineOptions::halt.
+  virtual std::span<const Index> loops_run(int /*sequence*/) const { return {}; }
 
   Counters counters;                                 ///< since the engine was made
   std::function<void(const Application&)> on_layer;  ///< called after every layer application, when set
@@ -385,7 +391,8 @@ void decode(Engine&, std::span<const int> sequences, std::span<const int> tokens
 void forward_all(Engine&, const Config&, int sequence, std::span<const int> tokens, Index chunk,
     const std::function<void(Index, Index, const float*)>& use);
 
-int greedy(std::span<const float> logits);  ///< the largest of logits [V]; ties: the lower id
+double cosine(std::span<const float>, std::span<const float>);  ///< of two states, in double; 1 if one of them is zero
+int greedy(std::span<const float> logits);                      ///< the largest of logits [V]; ties: the lower id
 /// One token for a row of logits [V] and a number u in [0, 1).
 int draw(std::span<const float> logits, const Sampling&, double u);
 
@@ -449,6 +456,8 @@ Bill params_bill(const Config&, Index experts);
 /// weight, s bytes a cached number.
 Bill decode_bytes_bill(const Config&, Index N, Index batch, Index w, Index s);
 
+/// FLOP of positions p0, p0+1, .. of one sequence that ran so many loops each; the last gets logits.
+Exact halting_flops(Config, Index p0, std::span<const Index> loops_run);
 Exact cache_bytes(const Config&, Index N, Index s);  ///< total(cache_bill())
 Exact prefill_flops(const Config&, Index N);         ///< a prefill of N tokens: all positions, logits of the last
 Exact decode_flops(const Config&, Index N);          ///< the decode step after N tokens
@@ -531,8 +540,9 @@ struct Arch {
 };
 const std::vector<Arch>& archs();                ///< all of them
 const Arch* find_arch(const std::string& name);  ///< the named one, or null
-/// Sets T of the stage that the architecture marks x T; 0 keeps it. Returns its T, 1 when nothing loops. Throws Usage
-/// when there is no such stage.
+Index looped_stage(const Config&);  ///< the one marked x T, in a custom config by its loops above 1; -1: not one
+/// Sets T of the stage that is marked x T; 0 keeps it. Returns its T, 1 when nothing loops. Throws Usage when there is no
+/// such stage.
 Index set_loops(Config&, Index T);
 
 /// Overrides of a shape; 0: keep.
