@@ -31,34 +31,38 @@ Ran run_halting(const Toy& toy, const Tokens& tokens, const How& how) {
   return ran;
 }
 
-/// Several A at which some rows halt and others do not, by the oracle.
+/// Several A at which some rows halt and others do not.
 std::vector<double> thresholds(const Toy& toy, const Tokens& tokens) {
   std::vector<double> good;
-  for (const double A : {0.03, 0.05, 0.08, 0.12, 0.16, 0.2, 0.25, 0.3, 0.4}) {
-    const oracle::Result r = oracle::forward(toy.c, toy.w, tokens, false, A);
-    const auto [least, most] = std::ranges::minmax_element(r.loops);
-    if (*least < *most && r.halt_gap > 1e-4) good.push_back(A);  // a float32 angle errs by less than 1e-5
+  for (const double A : {0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4}) {
+    const Ran ran = run_halting(toy, tokens, {Dtype::f32, 64, 64, A});
+    const auto [least, most] = std::ranges::minmax_element(ran.loops);
+    if (*least < *most) good.push_back(A);
   }
+  CHECK(!good.empty());
   return good;
 }
 
 TEST_CASE("halting equals the oracle: the loops that each position ran, and the logits", "[halt]") {
   std::uint64_t seed = 11;
-  for (const Config& c : looping())
-    for (const Index chunk : {3, 40}) {
-      const Toy toy(c, seed++, /*dtype=*/std::nullopt);
-      const Tokens tokens = tokens_of(c, 40);
-      const std::vector<double> some = thresholds(toy, tokens);
-      CAPTURE(brief(c), chunk);
-      CHECK(!some.empty());
-      for (const double A : some) {
-        const oracle::Result right = oracle::forward(toy.c, toy.w, tokens, false, A);
-        const Ran ran = run_halting(toy, tokens, {Dtype::f32, chunk, 30, A});
-        CAPTURE(A, right.router_gap);
+  for (const Config& c : looping()) {
+    const Toy toy(c, seed++, /*dtype=*/std::nullopt);
+    const Tokens tokens = tokens_of(c, 24);
+    Index held = 0;
+    for (const double A : thresholds(toy, tokens)) {
+      const oracle::Result right = oracle::forward(toy.c, toy.w, tokens, false, A);
+      if (right.halt_gap < 1e-4) continue;  // an angle of float32 states errs by about 1e-6: this one decides by chance
+      ++held;
+      for (const Index chunk : {3, 24}) {
+        const Ran ran = run_halting(toy, tokens, {Dtype::f32, chunk, 20, A});
+        CAPTURE(brief(c), A, chunk, right.router_gap);
         CHECK(ran.loops == right.loops);
         close(ran.logits, flat(right.logits), limit_of(toy.c, std::ssize(tokens), right.scale));
       }
     }
+    CAPTURE(brief(c));
+    CHECK(held > 0);
+  }
 }
 
 TEST_CASE("halting: prefill of K and decode, chunks and batches agree to the bit", "[halt]") {
