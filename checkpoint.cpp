@@ -482,8 +482,8 @@ Model load_model(const std::string& path) {
   return m;
 }
 
-/// Random numbers first .. first+count-1 of a tensor: gains 1, biases 0, matrices uniform with variance 1/fan_in. A function of
-/// (seed, tensor, index) alone, so it does not depend on threads or on how the tensor is cut.
+/// Random numbers first .. first+count-1 of a tensor: gains 1, biases 0, matrices uniform with variance 1/fan_in. A
+/// function of (seed, tensor, index) alone, so it does not depend on threads or on how the tensor is cut.
 void random_numbers(std::uint64_t seed, std::uint64_t tensor, const std::string& name, const Shape& shape, Dtype dtype,
     Index first, Index count, void* out) {
   constexpr Index piece = 4096;

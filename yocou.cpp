@@ -13,9 +13,14 @@
 /// on any number of threads, give the same logits to the bit.
 #include "yocou.h"
 
-#include <immintrin.h>
+#ifdef _OPENMP
 #include <omp.h>
+#endif
+#ifdef __F16C__
+#define EIGEN_HAS_FP16_C  // which Eigen 3.4 overlooks under GCC
+#endif
 
+#include <Eigen/Core>
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -29,8 +34,16 @@ namespace yocou {
 // =====================================================================================================================
 // 1. Numbers: three storage types, float32 arithmetic, eight at a time
 
+#ifdef _OPENMP
 int thread_count() { return omp_get_max_threads(); }
+int thread_number() { return omp_get_thread_num(); }
 void set_thread_count(Index threads) { omp_set_num_threads(static_cast<int>(threads)); }
+inline int this_thread() { return omp_get_thread_num(); }
+#else  // one thread, and the pragmas mean nothing
+int thread_count() { return 1; }
+void set_thread_count(Index) {}
+inline int this_thread() { return 0; }
+#endif
 
 inline constexpr float infinity = std::numeric_limits<float>::infinity();
 
@@ -43,7 +56,7 @@ struct F16 {
 
 inline float to_float(float v) { return v; }
 inline float to_float(Bf16 v) { return std::bit_cast<float>(std::uint32_t{v.bits} << 16); }
-inline float to_float(F16 v) { return _cvtsh_ss(v.bits); }
+inline float to_float(F16 v) { return static_cast<float>(std::bit_cast<Eigen::half>(v)); }
 
 /// Nearest value, ties to even; a NaN stays a NaN.
 inline void store(float v, float* to) { *to = v; }
@@ -51,20 +64,27 @@ inline void store(float v, Bf16* to) {
   const auto bits = std::bit_cast<std::uint32_t>(v);
   to->bits = static_cast<std::uint16_t>(std::isnan(v) ? (bits >> 16 | 0x40) : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
-inline void store(float v, F16* to) { to->bits = _cvtss_sh(v, _MM_FROUND_TO_NEAREST_INT); }
+inline void store(float v, F16* to) { *to = std::bit_cast<F16>(Eigen::half(v)); }
 
-inline __m256 load8(const float* p) { return _mm256_loadu_ps(p); }
-inline __m256 load8(const Bf16* p) {
-  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+/// Eight numbers: the unit of arithmetic, one register of AVX2 or two of NEON. What is summed is summed in eight lanes.
+using Lanes = Eigen::Array<float, 8, 1>;
+
+template <class Num>
+inline Lanes load8(const Num* p) {
+  Lanes v;
+  for (int i = 0; i < 8; ++i) v[i] = to_float(p[i]);
+  return v;
 }
-inline __m256 load8(const F16* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline Lanes load8(const float* p) { return Lanes::Map(p); }
+inline Lanes load8(const F16* p) {
+  return Eigen::Map<const Eigen::Array<Eigen::half, 8, 1>>(reinterpret_cast<const Eigen::half*>(p)).cast<float>();
+}
 
 /// The last `count` < 8 numbers of a row, zeros behind.
 template <class Num>
-inline __m256 load_tail(const Num* p, Index count) {
+inline Lanes load_tail(const Num* p, Index count) {
   Num v[8] = {};
-  std::memcpy(v, p, static_cast<std::size_t>(count) * sizeof(Num));
+  std::copy_n(p, count, v);
   return load8(v);
 }
 
@@ -90,43 +110,22 @@ void widen(const Tensor& from, Index first, Index count, float* to) {
   });
 }
 
-/// e^x within 2 ulp for x <= 88 (larger x count as 88), 0 below -87, NaN for NaN. Our own, so that an element's value
-/// depends neither on its place in a loop nor on a compiler's or a library's choice.
-inline __m256 exp8(__m256 x) {
-  const auto c = [](float v) { return _mm256_set1_ps(v); };
-  const __m256 y = _mm256_blendv_ps(x, c(88), _mm256_cmp_ps(x, c(88), _CMP_GT_OQ));
-  const __m256 shifted =
-      _mm256_fmadd_ps(y, c(1.44269504f), c(12582912));   // + 1.5 * 2^23 rounds y / ln 2 to an integer n
-  const __m256 n = _mm256_sub_ps(shifted, c(12582912));  // whose low bits `shifted` then ends in
-  const __m256 r = _mm256_fmadd_ps(n, c(1.43241612e-6f), _mm256_fmadd_ps(n, c(-0.693148613f), y));  // y - n ln 2
-  __m256 e = c(1.f / 5040);
-  for (const float k : {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 0.5f, 1.f, 1.f}) e = _mm256_fmadd_ps(e, r, c(k));
-  const __m256i power =
-      _mm256_add_epi32(_mm256_slli_epi32(_mm256_castps_si256(shifted), 23), _mm256_set1_epi32(0x3f800000));
-  return _mm256_andnot_ps(_mm256_cmp_ps(x, c(-87), _CMP_LT_OQ), _mm256_mul_ps(e, _mm256_castsi256_ps(power)));
+/// e^x by Eigen, which goes no lower than about e^-88: below -87 it is exactly 0 here, so that what is masked weighs
+/// nothing and no product meets a denormal. NaN for NaN.
+inline Lanes exp8(const Lanes& x) {
+  Lanes e = x.exp();
+  for (int i = 0; i < 8; ++i) e[i] = x[i] < -87 ? 0 : e[i];
+  return e;
 }
-inline float exp_fast(float x) { return _mm256_cvtss_f32(exp8(_mm256_set1_ps(x))); }
-
-/// The four sums of four 8-lane accumulators, always in this order of additions.
-inline __m128 reduce4(const __m256 (&a)[4]) {
-  const __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps(a[0], a[1]), _mm256_hadd_ps(a[2], a[3]));
-  return _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1));
-}
-
-/// The largest of eight numbers.
-inline float max8(__m256 v) {
-  __m128 m = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-  m = _mm_max_ps(m, _mm_movehl_ps(m, m));
-  return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
-}
+inline float exp_fast(float x) { return exp8(Lanes::Constant(x))[0]; }
 
 /// a . b over n numbers.
 inline float dot(const float* a, const float* b, Index n) {
-  __m256 sum[4] = {};
+  Lanes sum = Lanes::Zero();
   Index i = 0;
-  for (; i + 8 <= n; i += 8) sum[0] = _mm256_fmadd_ps(load8(a + i), load8(b + i), sum[0]);
-  if (i < n) sum[0] = _mm256_fmadd_ps(load_tail(a + i, n - i), load_tail(b + i, n - i), sum[0]);
-  return _mm_cvtss_f32(reduce4(sum));
+  for (; i + 8 <= n; i += 8) sum += load8(a + i) * load8(b + i);
+  if (i < n) sum += load_tail(a + i, n - i) * load_tail(b + i, n - i);
+  return sum.sum();
 }
 
 // =====================================================================================================================
@@ -149,97 +148,138 @@ inline constexpr Index panel = 192;  ///< rows of x that pass over a strip toget
 inline constexpr Index small_work = 1 << 22;  ///< FLOP of products (an eighth elsewhere) under which threads cost more,
 inline constexpr Index small_read = 1 << 18;  ///< provided that no more bytes of weights than this are read
 
-/// Cuts n rows into tiles of three, two or one: calls f(tile, i), where tile() is R. Four are two and two: one row alone
-/// would wait for each of its sums.
+/// A register of `width` numbers, as compilers spell it: Eigen chooses its registers when it is compiled, these two inner
+/// loops when the program starts.
+template <int width>
+struct Register {
+  using type __attribute__((vector_size(4 * width))) = float;
+  using anywhere __attribute__((vector_size(4 * width), aligned(4), may_alias)) = float;  ///< in memory
+};
+
+#ifdef __AVX__
+inline constexpr int base_width = 8;
+#else
+inline constexpr int base_width = 4;
+#endif
+#if defined __x86_64__ && defined __gnu_linux__ && !defined __clang__
+#define YOCOU_CLONES __attribute__((target_clones("arch=x86-64-v4", "default")))
+inline const bool wide = __builtin_cpu_supports("x86-64-v4");
+#else
+#define YOCOU_CLONES
+inline constexpr bool wide = false;
+#endif
+
+/// Calls f(width) with the numbers that a register of this processor holds.
 template <class F>
+inline void with_width(F&& f) {
+  if (wide) f(std::integral_constant<int, 16>{});
+  else f(std::integral_constant<int, base_width>{});
+}
+
+template <int width>
+inline constexpr int most_rows = width == 16 ? 4 : 3;
+template <int width>
+inline constexpr int columns = width == 16 ? 8 : 4;
+
+/// Cuts n rows into tiles of `most`, two or one: calls f(rows, i). Four are two and two: one
+/// row alone would wait for each of its sums.
+template <int most, class F>
 inline void for_tiles(Index n, F&& f) {
   Index i = 0;
-  for (; n - i == 3 || n - i > 4; i += 3) f(std::integral_constant<int, 3>{}, i);
+  for (; n - i == most || n - i > 4; i += most) f(std::integral_constant<int, most>{}, i);
   for (; n - i >= 2; i += 2) f(std::integral_constant<int, 2>{}, i);
   if (i < n) f(std::integral_constant<int, 1>{}, i);
 }
 
-/// R rows of x against 4 rows of w, both along K: R x 4 sums in registers, 4R FMA for R + 4 loads. y [R,cols], cols <= 4.
-/// Registers they are only while every index into `sum` is a constant after unrolling: one variable index, even on a
-/// path never taken, and the compiler keeps all twelve in memory. What is needed next is asked for ahead of time: many
-/// rows of x stream from L2, and where x is few rows, w streams from memory.
-template <int R, class Num>
-inline void product_tile(
-    const float* x, Index ldx, const Num* w, Index ldw, Index K, float* y, Index ldy, Index cols, bool add) {
-  __m256 sum[R][4] = {};
-  const auto step = [&sum](const float* xk, Index ldxk, const Num* wk, Index ldwk) {
-    __m256 xs[R];
-    for (int r = 0; r < R; ++r) xs[r] = load8(xk + r * ldxk);
-    for (int c = 0; c < 4; ++c) {
-      const __m256 ws = load8(wk + c * ldwk);
-      for (int r = 0; r < R; ++r) sum[r][c] = _mm256_fmadd_ps(xs[r], ws, sum[r][c]);
+/// (a0 + a1, a2 + a3, b0 + b1, b2 + b3)
+inline Register<4>::type pairs(Register<4>::type a, Register<4>::type b) {
+  return __builtin_shufflevector(a, b, 0, 2, 4, 6) + __builtin_shufflevector(a, b, 1, 3, 5, 7);
+}
+
+template <int rows, int width>
+YOCOU_CLONES void product_tile(
+    const float* x, Index ldx, const float* ws, Index K, float* y, Index ldy, Index cols, bool add) {
+  using V = typename Register<width>::type;
+  using Eight = typename Register<8>::type;
+  constexpr int registers = columns<width> * 8 / width, parts = width < 8 ? 8 / width : 1;
+  V sum[rows][registers] = {};
+  for (Index k = 0; k < K; k += 8, ws += 8 * columns<width>) {
+    V xs[rows][parts];
+    for (int r = 0; r < rows; ++r)
+      for (int i = 0; i < parts; ++i) {
+        const float* from = x + r * ldx + k + i * width;
+        if constexpr (width == 16) {
+          const Eight one = *reinterpret_cast<const Register<8>::anywhere*>(from);
+          xs[r][i] = __builtin_shufflevector(one, one, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7);
+        } else {
+          xs[r][i] = *reinterpret_cast<const typename Register<width>::anywhere*>(from);
+        }
+      }
+    for (int j = 0; j < registers; ++j) {
+      const V w = *reinterpret_cast<const typename Register<width>::anywhere*>(ws + j * width);
+      for (int r = 0; r < rows; ++r) sum[r][j] += xs[r][j % parts] * w;
     }
-  };
-  Index k = 0;
-  for (; k + 8 <= K; k += 8) {
-    step(x + k, ldx, w + k, ldw);
-    if (R == 3)
-      for (int r = 0; r < R; ++r) _mm_prefetch(x + (r + R) * ldx + k, _MM_HINT_T0);
-    else
-      for (int c = 0; c < 4; ++c) _mm_prefetch(w + (c + 4) * ldw + k, _MM_HINT_T1);
   }
-  if (k < K) {  // the last columns, zeros behind
-    float xk[R][8] = {};
-    Num wk[4][8] = {};
-    for (int r = 0; r < R; ++r) std::copy_n(x + r * ldx + k, K - k, xk[r]);
-    for (int c = 0; c < 4; ++c) std::copy_n(w + c * ldw + k, K - k, wk[c]);
-    step(xk[0], 8, wk[0], 8);
-  }
-  __m128 total[R];
-  for (int r = 0; r < R; ++r) total[r] = reduce4(sum[r]);
-  for (int r = 0; r < R; ++r) {
+  using Four = Register<4>::type;
+  alignas(64) float lanes[columns<width> * 8];
+  for (int r = 0; r < rows; ++r) {
+    for (int j = 0; j < registers; ++j)
+      *reinterpret_cast<typename Register<width>::anywhere*>(lanes + j * width) = sum[r][j];
+    Four total[columns<width> / 4];
+    for (int c = 0; c < columns<width>; c += 4) {
+      Four half[4];
+      for (int i = 0; i < 4; ++i) {
+        const Register<4>::anywhere* lane = reinterpret_cast<const Register<4>::anywhere*>(lanes + (c + i) * 8);
+        half[i] = lane[0] + lane[1];
+      }
+      total[c / 4] = pairs(pairs(half[0], half[1]), pairs(half[2], half[3]));
+    }
     float* to = y + r * ldy;
-    if (cols == 4) _mm_storeu_ps(to, add ? _mm_add_ps(total[r], _mm_loadu_ps(to)) : total[r]);
-    else
-      for (Index c = 0; c < cols; ++c) to[c] = add ? total[r][c] + to[c] : total[r][c];
+    if (cols == columns<width>) {
+      for (int c = 0; c < columns<width>; c += 4) {
+        Register<4>::anywhere* four = reinterpret_cast<Register<4>::anywhere*>(to + c);
+        *four = add ? *four + total[c / 4] : total[c / 4];
+      }
+    } else {
+      for (Index c = 0; c < cols; ++c) to[c] = add ? to[c] + total[c / 4][c % 4] : total[c / 4][c % 4];
+    }
   }
 }
 
-/// y [n,m] (+)= x [n,K] w [m,K]^T on the calling thread. Both operands are read along K, so nothing is repacked; from
-/// 7 rows of x on, 4 rows of w are first turned into float32 in L1, where every row of x meets them.
-///   measured beside Eigen's SGEMM on the same sizes: docs/performance.md
-template <class Num>
+template <int width, class Num>
 void product_block(
     const float* x, Index ldx, Index n, const Num* w, Index ldw, Index m, Index K, float* y, Index ldy, bool add) {
-  alignas(64) float wide[4 * depth];
-  const Index step = n <= 3 ? 4 : m;  // few rows: stream 4 rows of w to their end; many: keep x's block of K in L2
+  alignas(64) float wide_w[columns<width> * depth];
+  const Index step =
+      n <= 3 ? columns<width> : m;  // few rows: stream rows of w to their end; many: keep x's block of K in L2
   for (Index c0 = 0; c0 < m; c0 += step)
     for (Index k0 = 0; k0 < K; k0 += depth) {
-      const Index width = std::min(depth, K - k0);
-      for (Index c = c0; c < std::min(m, c0 + step); c += 4) {
-        const Index cols = std::min<Index>(4, m - c);
-        const auto rows = [&](const auto* ws, Index ld) {
-          const float* xs = x + k0;
-          float* ys = y + c;
-          const bool more = add || k0 > 0;
-          for_tiles(n, [&](auto tile, Index i) {
-            product_tile<tile()>(xs + i * ldx, ldx, ws, ld, width, ys + i * ldy, ldy, cols, more);
-          });
-        };
-        if (n <= 6 && cols == 4) {
-          rows(w + c * ldw + k0, ldw);
-        } else {
-          for (Index j = 0; j < 4; ++j) {
-            float* to = wide + j * depth;
-            if (j >= cols) {
-              std::fill_n(to, width, 0.f);
-              continue;
-            }
-            const Num* from = w + (c + j) * ldw + k0;
-            Index k = 0;
-            for (; k + 8 <= width; k += 8) {
-              _mm256_store_ps(to + k, load8(from + k));
-              _mm_prefetch(from + 4 * ldw + k, _MM_HINT_T1);  // the next four rows, while these are at work
-            }
-            for (; k < width; ++k) to[k] = to_float(from[k]);
+      const Index count = std::min(depth, K - k0), whole = count / 8 * 8;
+      for (Index c = c0; c < std::min(m, c0 + step); c += columns<width>) {
+        for (Index j = 0; j < columns<width>; ++j) {
+          const Num* from = w + std::min(c + j, m - 1) * ldw + k0;
+          const Num* next =
+              w + std::min(c + j + columns<width>, m - 1) * ldw + k0;  // asked for while these are at work
+          float* to = wide_w + 8 * j;
+          for (Index k = 0; k < whole; k += 8) {
+            Lanes::Map(to + k * columns<width>) = load8(from + k);
+            __builtin_prefetch(next + k, 0, 2);
           }
-          rows(static_cast<const float*>(wide), depth);
+          if (whole < count) Lanes::Map(to + whole * columns<width>) = load_tail(from + whole, count - whole);
         }
+        const Index cols = std::min<Index>(columns<width>, m - c);
+        for_tiles<most_rows<width>>(n, [&](auto rows, Index i) {
+          const float* xs = x + i * ldx + k0;
+          Index ld = ldx;
+          float padded[rows()][depth];
+          if (whole < count) {  // an odd K: the rows again, zeros behind
+            for (int r = 0; r < rows(); ++r)
+              std::fill(std::copy_n(xs + r * ldx, count, padded[r]), padded[r] + whole + 8, 0.f);
+            xs = padded[0];
+            ld = depth;
+          }
+          product_tile<rows(), width>(xs, ld, wide_w, count, y + i * ldy + c, ldy, cols, add || k0 > 0);
+        });
       }
     }
 }
@@ -261,9 +301,11 @@ void multiply(std::span<const Product> products, Counters& count) {
     for (Index i = 0; i < strips * panels; ++i) {
       const Index c = i % strips * strip, m = std::min(strip, p.w.rows - c);
       const Index r = i / strips * panel, n = std::min(panel, p.n - r);
-      with_type(p.w.dtype, [&](auto num) {
-        product_block(p.x + r * K, K, n, static_cast<const decltype(num)*>(p.w.data) + c * K, K, m, K,
-            p.y + r * p.w.rows + c, p.w.rows, p.add);
+      with_width([&](auto width) {
+        with_type(p.w.dtype, [&](auto num) {
+          product_block<width()>(p.x + r * K, K, n, static_cast<const decltype(num)*>(p.w.data) + c * K, K, m, K,
+              p.y + r * p.w.rows + c, p.w.rows, p.add);
+        });
       });
       flops += static_cast<std::uint64_t>(2 * n * m * K);
     }
@@ -308,7 +350,10 @@ class Slab {
   Slab(Arena& arena, Index bytes, Use use) : arena_(&arena), p_(arena.take(bytes, use)), bytes_(bytes), use_(use) {}
   Slab(Slab&& o) noexcept : arena_(o.arena_), p_(std::exchange(o.p_, nullptr)), bytes_(o.bytes_), use_(o.use_) {}
   Slab& operator=(Slab&& o) noexcept {
-    std::swap(arena_, o.arena_), std::swap(p_, o.p_), std::swap(bytes_, o.bytes_), std::swap(use_, o.use_);
+    std::swap(arena_, o.arena_);
+    std::swap(p_, o.p_);
+    std::swap(bytes_, o.bytes_);
+    std::swap(use_, o.use_);
     return *this;
   }
   ~Slab() {
@@ -356,21 +401,18 @@ class Cache {
 
   /// The cached rows of head g from position p on, at most up to `end`.
   Run run(Index g, Index p, Index end) const {
-    const Index row = p % rows_;
-    const char* block = static_cast<const char*>(blocks_[ring_ ? 0 : p / rows_].data());
-    const char* k = block + (g * rows_ + row) * dim_ * size_of(dtype_);
-    return {k, k + heads_ * rows_ * dim_ * size_of(dtype_), std::min(rows_ - row, end - p), dim_, dtype_};
+    const char* k = key(g, p);
+    return {k, k + keys_bytes(), std::min(rows_ - p % rows_, end - p), dim_, dtype_};
   }
 
   /// Writes rows K, V [n,G dh] of positions p0 .. p0+n-1; a ring keeps the last W of them.
   void append(const float* K, const float* V, Index n, Index p0) {
     for (Index i = ring_ ? std::max<Index>(0, n - rows_) : 0; i < n; ++i)
       for (Index g = 0; g < heads_; ++g) {
-        const Run to = run(g, p0 + i, p0 + i + 1);
+        char* row = key(g, p0 + i);
         with_type(dtype_, [&](auto num) {
-          using Num = decltype(num);
-          auto* k = static_cast<Num*>(const_cast<void*>(to.k));
-          auto* v = static_cast<Num*>(const_cast<void*>(to.v));
+          auto* k = reinterpret_cast<decltype(num)*>(row);
+          auto* v = reinterpret_cast<decltype(num)*>(row + keys_bytes());
           for (Index d = 0; d < dim_; ++d) {
             store(K[(i * heads_ + g) * dim_ + d], k + d);
             store(V[(i * heads_ + g) * dim_ + d], v + d);
@@ -381,6 +423,12 @@ class Cache {
   // [ring-and-blocks]
 
  private:
+  /// Where the key of head g and position p lies.
+  char* key(Index g, Index p) const {
+    return static_cast<char*>(blocks_[ring_ ? 0 : p / rows_].data()) + (g * rows_ + p % rows_) * dim_ * size_of(dtype_);
+  }
+  Index keys_bytes() const { return heads_ * rows_ * dim_ * size_of(dtype_); }  ///< a block's K: V lies that far behind
+
   Arena* arena_;
   Index heads_, dim_, rows_;
   bool ring_;
@@ -397,7 +445,7 @@ struct Sequence {
 
 /// One stream of one sequence in the pass that is running: positions p0 .. p0+count-1, rows begin .. begin+count-1 of the
 /// pass. Those that have not halted are rows first .. first+n-1 of X: all of them, as a rule.
-struct Part {
+struct Slice {
   Sequence* sequence;
   Index first, n, p0;
   Logits want;
@@ -411,37 +459,12 @@ struct Part {
 
 inline constexpr Index key_tile = 64;  ///< keys per step of the online softmax, at multiples of 64; part of the result
 
-/// O [R,dh] += P [R,j] V [j,dh] for R rows of P, j in order. `v` rows are `stride` numbers apart.
-template <int R, class Num>
-inline void mix_tile(const float* P, Index ldp, const Num* v, Index stride, Index count, float* O, Index dh) {
-  Index d = 0;
-  for (; d + 32 <= dh; d += 32) {  // 4R sums in registers, 4 + R loads for 4R FMA
-    __m256 sum[R][4];
-    for (int r = 0; r < R; ++r)
-      for (int c = 0; c < 4; ++c) sum[r][c] = load8(O + r * dh + d + 8 * c);
-    for (Index j = 0; j < count; ++j) {
-      __m256 vs[4];
-      for (int c = 0; c < 4; ++c) vs[c] = load8(v + j * stride + d + 8 * c);
-      for (int r = 0; r < R; ++r) {
-        const __m256 p = _mm256_broadcast_ss(P + r * ldp + j);
-        for (int c = 0; c < 4; ++c) sum[r][c] = _mm256_fmadd_ps(p, vs[c], sum[r][c]);
-      }
-    }
-    for (int r = 0; r < R; ++r)
-      for (int c = 0; c < 4; ++c) _mm256_storeu_ps(O + r * dh + d + 8 * c, sum[r][c]);
-  }
-  for (int r = 0; r < R; ++r)
-    for (Index j = 0; j < count; ++j)
-      for (Index e = d; e < dh; ++e)
-        O[r * dh + e] = std::fma(P[r * ldp + j], to_float(v[j * stride + e]), O[r * dh + e]);
-}
-
 // [keys]
-/// What attention reads: the cache up to position `cached`, and from there on the pass's own fresh rows. A window stage
-/// must keep them apart, for in a ring the chunk's last rows overwrite what its first queries still see; full and
-/// shared stages append first and have cached = all.
-struct Keys {
-  Index cache;                       ///< which of the sequence's caches
+/// What attention reads: the learned keys of the slice's stream, the cache up to the pass's first position, and from there
+/// on the pass's own fresh rows. A window stage must keep them apart, for in a ring the chunk's last rows overwrite what
+/// its first queries still see; full and shared stages append first and read everything from the cache.
+struct KvView {
+  Index cache;                       ///< which of the slice's caches
   Index reach;                       ///< W; or more than any position: all
   const float *K, *V;                ///< [n,G dh], fresh, a row for each of the pass; null when everything is cached
   const float *prefix_K, *prefix_V;  ///< [P m,G dh], the first keys of each stream: no position, seen by every query
@@ -449,11 +472,127 @@ struct Keys {
 };
 // [keys]
 
-/// Scratch of one thread: the gathered queries, the output, the scores and a widened tile of V.
+/// Scratch of one thread for tiles of up to `rows` rows: what is carried from step to step, and what a step makes.
 struct AttentionScratch {
+  AttentionScratch(Arena& arena, Index rows, Index dh)
+      : memory(arena, 4 * (rows * (2 * dh + key_tile + 2) + key_tile * dh), Use::activation),
+        q(memory.floats()),
+        o(q + rows * dh),
+        max(o + rows * dh),
+        sum(max + rows),
+        scores(sum + rows),
+        values(scores + rows * key_tile) {}
   Slab memory;
-  float *q, *o, *s, *v, *max, *sum;
+  float *q, *o, *max, *sum;  ///< [rows,dh] scaled queries, [rows,dh] output, [rows] running m, [rows] running l
+  float *scores, *values;    ///< [rows,64] S, then P; [64,dh] V in float32
+  std::vector<Run> runs;     ///< where the step's keys lie
 };
+
+/// Finds keys begin .. end-1 of KV head g, which count from the first of the prefix: learned rows, runs of the cache, then
+/// the fresh rows.
+void collect_runs(
+    const Config& c, const Slice& slice, const KvView& kv, Index g, Index begin, Index end, std::vector<Run>& runs) {
+  const Cache& cache = slice.caches[kv.cache];
+  const Index m = c.streams.prefix, cached = m + (kv.K ? slice.p0 : slice.p0 + slice.count);
+  const auto row = [&](Index i) { return (i * c.kv_heads + g) * c.head_dim; };
+  runs.clear();
+  for (Index j = begin; j < end; j += runs.back().count)
+    if (j < m) {
+      const Index first = row(slice.stream * m + j);
+      runs.push_back({kv.prefix_K + first, kv.prefix_V + first, std::min(end, m) - j, c.kv_dim(), Dtype::f32});
+    } else if (j < cached) {
+      runs.push_back(cache.run(g, j - m, std::min(end, cached) - m));
+    } else {
+      const Index first = row(slice.begin + j - m - slice.p0);
+      runs.push_back({kv.K + first, kv.V + first, end - j, c.kv_dim(), Dtype::f32});
+    }
+}
+
+/// S [rows,count] = q [rows,dh] K^T for the keys of a run, some at a time while their V is on its way.
+template <int width>
+void score_run(const float* q, Index rows, const Run& run, Index dh, float* S) {
+  with_type(run.dtype, [&](auto num) {
+    using Num = decltype(num);
+    for (Index j = 0; j < run.count; j += columns<width>) {
+      const Index keys = std::min<Index>(columns<width>, run.count - j);
+      const Num* v = static_cast<const Num*>(run.v) + j * run.stride;
+      for (Index i = 0; i < keys; ++i)
+        for (Index e = 0; e < dh; e += 64 / sizeof(Num)) __builtin_prefetch(v + i * run.stride + e, 0, 2);
+      product_block<width>(q, dh, rows, static_cast<const Num*>(run.k) + j * run.stride, run.stride, keys, dh, S + j,
+          key_tile, /*add=*/false);
+    }
+  });
+}
+
+// [softmax]
+/// One step of a row's online softmax: its 64 scores become P = e^(s - m), exactly 0 outside from .. to-1; the running
+/// maximum m and the sum l move on, and with them o [dh], which was weighed against the old maximum.
+void softmax_step(float* scores, Index from, Index to, float& max, float& sum, float* o, Index dh) {
+  std::fill(scores, scores + from, -infinity);
+  std::fill(scores + to, scores + key_tile, -infinity);
+  if (from == to) return std::fill_n(scores, key_tile, 0.f), void();
+  Lanes top = Lanes::Constant(max), l = Lanes::Zero();
+  for (Index j = 0; j < key_tile; j += 8) top = top.max(load8(scores + j));
+  const float m = top.maxCoeff(), shrink = exp_fast(max - m);
+  for (Index j = 0; j < key_tile; j += 8) {
+    const Lanes p = exp8(load8(scores + j) - m);
+    Lanes::Map(scores + j) = p;
+    l += p;
+  }
+  sum = sum * shrink + l.sum();
+  max = m;
+  if (shrink != 1)
+    for (Index e = 0; e < dh; ++e) o[e] *= shrink;
+}
+// [softmax]
+
+/// O [rows,dh] += P [rows,j] V [j,dh], j in order: sums of some rows by 32 (64) numbers in registers.
+template <int rows, int width>
+YOCOU_CLONES void mix_tile(const float* P, const float* V, Index stride, Index count, float* O, Index ldo, Index dh) {
+  using R = typename Register<width>::type;
+  using Anywhere = typename Register<width>::anywhere;
+  constexpr int registers = columns<width> * 8 / width;
+  Index d = 0;
+  for (; d + registers * width <= dh; d += registers * width) {
+    R sum[rows][registers];
+    for (int r = 0; r < rows; ++r)
+      for (int i = 0; i < registers; ++i) sum[r][i] = *reinterpret_cast<const Anywhere*>(O + r * ldo + d + i * width);
+    for (Index j = 0; j < count; ++j)
+      for (int i = 0; i < registers; ++i) {
+        const R v = *reinterpret_cast<const Anywhere*>(V + j * stride + d + i * width);
+        for (int r = 0; r < rows; ++r) sum[r][i] += P[r * key_tile + j] * v;
+      }
+    for (int r = 0; r < rows; ++r)
+      for (int i = 0; i < registers; ++i) *reinterpret_cast<Anywhere*>(O + r * ldo + d + i * width) = sum[r][i];
+  }
+  if constexpr (width > base_width) {
+    if (d < dh) mix_tile<rows, base_width>(P, V + d, stride, count, O + d, ldo, dh - d);
+  } else {
+    for (int r = 0; r < rows; ++r)
+      for (Index j = 0; j < count; ++j)
+        for (Index e = d; e < dh; ++e)
+          O[r * ldo + e] = std::fma(P[r * key_tile + j], V[j * stride + e], O[r * ldo + e]);
+  }
+}
+
+/// O [rows,dh] += P [rows,count] V for the values of a run, in float32 first.
+template <int width>
+void mix_run(const float* P, Index rows, const Run& run, float* values, float* O, Index dh) {
+  const float* V = values;
+  Index stride = dh;
+  with_type(run.dtype, [&](auto num) {
+    const auto* v = static_cast<const decltype(num)*>(run.v);
+    if constexpr (std::is_same_v<decltype(num), float>) {
+      V = v;
+      stride = run.stride;
+    } else {
+      for (Index j = 0; j < run.count; ++j)
+        for (Index e = 0; e < dh; ++e) values[j * dh + e] = to_float(v[j * run.stride + e]);
+    }
+  });
+  for_tiles<most_rows<width>>(rows,
+      [&](auto tile, Index r) { mix_tile<tile(), width>(P + r * key_tile, V, stride, run.count, O + r * dh, dh, dh); });
+}
 
 /// Queries per tile: about 96 rows of Q a tile with the R heads of a group stacked, but no more than a quarter of the
 /// window, since a tile of B queries reads W + B - 1 keys.
@@ -461,114 +600,53 @@ inline Index query_tile(Index R, Index reach) {
   return std::clamp<Index>(96 / R, 1, std::max<Index>(16, std::min<Index>(reach, 1024) / 4));
 }
 
-/// R query heads from h0 on, all of one KV head g, queries i0 .. i0+b-1 of a part: O = softmax(Q K^T / sqrt(dh)) V,
+/// `heads` query heads from h0 on, all of one KV head g, queries i0 .. i0+n-1 of a slice: O = softmax(Q K^T / sqrt(dh)) V,
 /// query at position p over positions max(0, p-reach+1) .. p.
-///   Q, O   [n,H dh] of the pass, R neighbouring heads of a row used
-///   cost   4 R dh FLOP per (query, admitted key); reads each K, V row once for all R b rows of the tile
+///   Q, O   [n,H dh] of the pass, `heads` neighbouring heads of a row used
+///   cost   4 heads dh FLOP per (query, admitted key); reads each K, V row once for all rows of the tile
 /// Online softmax: per row the running maximum m, the sum l of e^(s-m) and O; a step of 64 keys rescales l and O by
 /// e^(m_old - m_new). Returns the FLOP of the keys admitted.
-std::uint64_t attention_tile(const Config& c, const Part& part, const Keys& keys, Index h0, Index R, Index i0, Index b,
-    const float* Q, float* O, AttentionScratch& t) {
-  const Index dh = c.head_dim, rows = b * R, H = c.heads, g = h0 / c.group();
+std::uint64_t attention_tile(const Config& c, const Slice& slice, const KvView& kv, Index h0, Index heads, Index i0,
+    Index n, const float* Q, float* O, AttentionScratch& t) {
+  const Index dh = c.head_dim, rows = n * heads, g = h0 / c.group();
   const float scale = static_cast<float>(1 / std::sqrt(static_cast<double>(dh)));
-  const Cache& cache = part.caches[keys.cache];
-  const Index m = c.streams.prefix, cached = m + (keys.K ? part.p0 : part.p0 + part.count);
+  const auto of_pass = [&](Index i) { return ((slice.first + i0 + i) * c.heads + h0) * dh; };
 
-  for (Index i = 0; i < b; ++i) {  // gather [b R,dh]; a row's R heads are neighbours
-    const float* from = Q + ((part.first + i0 + i) * H + h0) * dh;
-    for (Index e = 0; e < R * dh; ++e) t.q[i * R * dh + e] = from[e] * scale;
-  }
+  for (Index i = 0; i < n; ++i)  // gather [rows,dh]; a query's heads are neighbours
+    for (Index e = 0; e < heads * dh; ++e) t.q[i * heads * dh + e] = Q[of_pass(i) + e] * scale;
   std::fill_n(t.o, rows * dh, 0.f);
   std::fill_n(t.max, rows, -infinity);
   std::fill_n(t.sum, rows, 0.f);
 
   const auto own_key = [&](Index i) {  // the last that query i0 + i sees; keys count from the first of the prefix
-    return m + part.p0 + keys.row[part.first + i0 + i] - part.begin;
+    return c.streams.prefix + slice.p0 + kv.row[slice.first + i0 + i] - slice.begin;
   };
-  const Index low = std::max<Index>(0, own_key(0) - keys.reach + 1), high = own_key(b - 1) + 1;  // of the whole tile
+  const Index low = std::max<Index>(0, own_key(0) - kv.reach + 1), high = own_key(n - 1) + 1;  // of the whole tile
   std::uint64_t admitted = 0;
-  for (Index t0 = low / key_tile * key_tile; t0 < high; t0 += key_tile) {
-    const Index begin = std::max(low, t0), end = std::min(high, t0 + key_tile);
-    const auto each_run = [&](auto&& use) {  // use(run, offset of its first key in the tile)
-      for (Index j = begin; j < end;) {
-        Run run;
-        if (j < m) {
-          const Index row = ((part.stream * m + j) * c.kv_heads + g) * dh;
-          run = {keys.prefix_K + row, keys.prefix_V + row, std::min(end, m) - j, c.kv_dim(), Dtype::f32};
-        } else if (j < cached) {
-          run = cache.run(g, j - m, std::min(end, cached) - m);
-        } else {
-          const Index row = ((part.begin + j - m - part.p0) * c.kv_heads + g) * dh;
-          run = {keys.K + row, keys.V + row, end - j, c.kv_dim(), Dtype::f32};
-        }
-        use(run, j - t0);
-        j += run.count;
+  with_width([&](auto width) {
+    for (Index j0 = low / key_tile * key_tile; j0 < high; j0 += key_tile) {
+      const Index begin = std::max(low, j0), end = std::min(high, j0 + key_tile);
+      collect_runs(c, slice, kv, g, begin, end, t.runs);
+      float* column = t.scores + begin - j0;
+      for (const Run& run : t.runs) {
+        score_run<width()>(t.q, rows, run, dh, column);
+        column += run.count;
       }
-    };
-    each_run([&](const Run& run, Index at) {  // S [rows,64] = Q K^T, four keys at a time while their V is on its way
-      with_type(run.dtype, [&](auto num) {
-        using Num = decltype(num);
-        const auto *k = static_cast<const Num*>(run.k), *v = static_cast<const Num*>(run.v);
-        for (Index j = 0; j < run.count; j += 4, k += 4 * run.stride) {
-          const Index some = std::min<Index>(4, run.count - j);
-          for (Index i = 0; i < some; ++i, v += run.stride)
-            for (Index e = 0; e < dh; e += 64 / sizeof(Num)) _mm_prefetch(v + e, _MM_HINT_T1);
-          product_block(t.q, dh, rows, k, run.stride, some, dh, t.s + at + j, key_tile, /*add=*/false);
-        }
-      });
-    });
-    // [softmax]
-    for (Index r = 0; r < rows; ++r) {  // S becomes P; keys outside the row's own window become e^-inf = 0
-      const Index q = own_key(r / R);
-      const Index from = std::clamp(q - keys.reach + 1, begin, end) - t0,
-                  to = std::max(std::min(end, q + 1) - t0, from);
-      float* s = t.s + r * key_tile;
-      std::fill(s, s + from, -infinity);
-      std::fill(s + to, s + key_tile, -infinity);
-      if (from == to) {
-        std::fill(s, s + key_tile, 0.f);
-        continue;
+      for (Index r = 0; r < rows; ++r) {
+        const Index q = own_key(r / heads), from = std::clamp(q - kv.reach + 1, begin, end),
+                    to = std::max(std::min(end, q + 1), from);
+        softmax_step(t.scores + r * key_tile, from - j0, to - j0, t.max[r], t.sum[r], t.o + r * dh, dh);
+        admitted += static_cast<std::uint64_t>(to - from);
       }
-      __m256 top = _mm256_set1_ps(t.max[r]);
-      for (int j = 0; j < key_tile; j += 8) top = _mm256_max_ps(load8(s + j), top);
-      const float m = max8(top), shrink = exp_fast(t.max[r] - m);
-      __m256 l[4] = {};
-      for (int j = 0; j < key_tile; j += 8) {
-        const __m256 e = exp8(_mm256_sub_ps(load8(s + j), _mm256_set1_ps(m)));
-        _mm256_storeu_ps(s + j, e);
-        l[j / 8 % 4] = _mm256_add_ps(l[j / 8 % 4], e);
+      column = t.scores + begin - j0;
+      for (const Run& run : t.runs) {
+        mix_run<width()>(column, rows, run, t.values, t.o, dh);
+        column += run.count;
       }
-      l[0] = _mm256_add_ps(_mm256_add_ps(l[0], l[1]), _mm256_add_ps(l[2], l[3]));
-      l[1] = l[2] = l[3] = _mm256_setzero_ps();
-      t.sum[r] = std::fma(t.sum[r], shrink, _mm_cvtss_f32(reduce4(l)));
-      t.max[r] = m;
-      if (shrink != 1.f)
-        for (Index e = 0; e < dh; ++e) t.o[r * dh + e] *= shrink;
-      admitted += static_cast<std::uint64_t>(to - from);
     }
-    // [softmax]
-    each_run([&](const Run& run, Index at) {  // O += P V
-      with_type(run.dtype, [&](auto num) {
-        using Num = decltype(num);
-        const auto mix = [&](const auto* v, Index stride) {
-          const float* P = t.s + at;
-          for_tiles(rows, [&](auto tile, Index r) {
-            mix_tile<tile()>(P + r * key_tile, key_tile, v, stride, run.count, t.o + r * dh, dh);
-          });
-        };
-        const auto* v = static_cast<const Num*>(run.v);
-        if (std::is_same_v<Num, float> || rows <= 6) return mix(v, run.stride);
-        for (Index j = 0; j < run.count; ++j)
-          for (Index e = 0; e < dh; ++e) t.v[j * dh + e] = to_float(v[j * run.stride + e]);
-        mix(t.v, dh);
-      });
-    });
-  }
-  for (Index r = 0; r < rows; ++r) {
-    const float inverse = 1 / t.sum[r];
-    float* to = O + ((part.first + i0 + r / R) * H + h0 + r % R) * dh;
-    for (Index e = 0; e < dh; ++e) to[e] = t.o[r * dh + e] * inverse;
-  }
+  });
+  for (Index i = 0; i < n; ++i)
+    for (Index e = 0; e < heads * dh; ++e) O[of_pass(i) + e] = t.o[i * heads * dh + e] / t.sum[i * heads + e / dh];
   return 4 * admitted * static_cast<std::uint64_t>(dh);
 }
 
@@ -601,14 +679,14 @@ void rms_norm(const float* x, const Tensor& g, float eps, Index n, float* y) {
 // [rope]
 /// cos and sin [n,dh/2] of p * frequency_i, frequency_i = theta^(-2i/dh), for the rows' positions p: in double, so that
 /// far positions stay right.
-void rope_angles(std::span<const double> frequency, std::span<const Part> parts, float* cosine, float* sine) {
+void rope_angles(std::span<const double> frequency, std::span<const Slice> slices, float* cosine, float* sine) {
   const Index half = std::ssize(frequency);
-  for (const Part& part : parts)
-    each_row(part.n, 40 * half, [&](Index i) {
+  for (const Slice& slice : slices)
+    each_row(slice.n, 40 * half, [&](Index i) {
       for (Index j = 0; j < half; ++j) {
-        const double angle = static_cast<double>(part.p0 + i) * frequency[j];
-        cosine[(part.first + i) * half + j] = static_cast<float>(std::cos(angle));
-        sine[(part.first + i) * half + j] = static_cast<float>(std::sin(angle));
+        const double angle = static_cast<double>(slice.p0 + i) * frequency[j];
+        cosine[(slice.first + i) * half + j] = static_cast<float>(std::cos(angle));
+        sine[(slice.first + i) * half + j] = static_cast<float>(std::sin(angle));
       }
     });
 }
@@ -635,15 +713,14 @@ void swiglu(float* gate, const float* up, Index n, Index F) {
   each_row(n, 20 * F, [&](Index i) {
     float* g = gate + i * F;
     const float* u = up + i * F;
-    const auto step = [](__m256 a, __m256 b) {
-      const __m256 one = _mm256_set1_ps(1), e = exp8(_mm256_sub_ps(_mm256_setzero_ps(), a));
-      return _mm256_mul_ps(_mm256_div_ps(a, _mm256_add_ps(one, e)), b);
+    const auto step = [](const Lanes& a, const Lanes& b) -> Lanes {
+      const Lanes e = exp8(-a.abs());  // never above 1: silu(x) = x / (1 + e^-x), or x e^x / (1 + e^x) where x < 0
+      return a * (a < 0).select(e, 1) / (1 + e) * b;
     };
     Index f = 0;
-    for (; f + 8 <= F; f += 8) _mm256_storeu_ps(g + f, step(load8(g + f), load8(u + f)));
-    alignas(32) float rest[8];
-    _mm256_store_ps(rest, step(load_tail(g + f, F - f), load_tail(u + f, F - f)));
-    std::copy_n(rest, F - f, g + f);
+    for (; f + 8 <= F; f += 8) Lanes::Map(g + f) = step(load8(g + f), load8(u + f));
+    const Lanes rest = step(load_tail(g + f, F - f), load_tail(u + f, F - f));
+    std::copy_n(rest.data(), F - f, g + f);
   });
 }
 // [swiglu]
@@ -733,13 +810,7 @@ class CpuEngine final : public Engine {
       frequency_.push_back(std::pow(c_.rope_theta, -2.0 * static_cast<double>(i) / static_cast<double>(c_.head_dim)));
     Index rows = 1;
     for (const Stage& s : c_.stages) rows = std::max(rows, c_.group() * std::min(n, query_tile(c_.group(), reach(s))));
-    for (int thread = 0; thread < thread_count(); ++thread) {
-      AttentionScratch t{
-          floats(rows * (2 * c_.head_dim + key_tile + 2) + key_tile * c_.head_dim), {}, {}, {}, {}, {}, {}};
-      t.q = t.memory.floats(), t.o = t.q + rows * c_.head_dim, t.s = t.o + rows * c_.head_dim;
-      t.v = t.s + rows * key_tile, t.max = t.v + key_tile * c_.head_dim, t.sum = t.max + rows;
-      scratch_.push_back(std::move(t));
-    }
+    for (int thread = 0; thread < thread_count(); ++thread) scratch_.emplace_back(arena_, rows, c_.head_dim);
   }
 
   void forward_sample(
@@ -791,7 +862,7 @@ class CpuEngine final : public Engine {
 
   /// Fixes every row's position once for the pass, checks tokens, and makes room in the caches.
   void begin(std::span<const Segment> pass) {
-    parts_.clear();
+    slices_.clear();
     rows_ = 0;
     for (const Segment& segment : pass) {
       Sequence& sequence = at(segment.sequence);
@@ -799,21 +870,24 @@ class CpuEngine final : public Engine {
       for (int token : segment.tokens)
         if (token < 0 || token >= c_.vocab_size)
           fail("token ", token, " is outside the vocabulary 0..", c_.vocab_size - 1);
-      const auto same = [&](const Part& p) { return p.sequence == &sequence; };
-      if (std::ranges::any_of(parts_, same)) throw std::logic_error("a sequence occurs twice in a pass");
+      const auto same = [&](const Slice& p) { return p.sequence == &sequence; };
+      if (std::ranges::any_of(slices_, same)) throw std::logic_error("a sequence occurs twice in a pass");
       const Index P = c_.streams.count;
       if (rows_ + P * n > P * options_.max_rows)
         throw std::logic_error("a pass has more tokens than the engine was made for");
-      for (Cache& cache : sequence.caches) cache.grow(sequence.length + n);
       for (Index p = 0; p < P; ++p, rows_ += n)
-        parts_.push_back({&sequence, rows_, n, sequence.length, segment.want, p,
+        slices_.push_back({&sequence, rows_, n, sequence.length, segment.want, p,
             std::span(sequence.caches).subspan(p * plan_.kept.size(), plan_.kept.size()), rows_, n});
-      if (options_.halt > 0) sequence.loops_run.resize(sequence.length + n, 1);
+    }
+    for (const Slice& slice : slices_) {
+      for (Cache& cache : slice.caches) cache.grow(slice.p0 + slice.n);
+      if (options_.halt > 0) slice.sequence->loops_run.resize(slice.p0 + slice.n, 1);
     }
     std::iota(row_.begin(), row_.end(), 0);
   }
 
-  /// X [n,D] = embed[token] * embed_scale, the same for each of P streams; the rows' angles are formed here too, the same in every loop.
+  /// X [n,D] = embed[token] * embed_scale, alike for each of P streams; the rows' angles are formed here too, the same in
+  /// every loop.
   void embed(std::span<const Segment> pass) {
     float* x = x_.floats();
     const float scale = static_cast<float>(c_.embed_scale);
@@ -831,7 +905,7 @@ class CpuEngine final : public Engine {
   void form_angles() {
     const auto rotates = [](const Stage& s) { return s.rope; };
     if (std::any_of(c_.stages.begin(), c_.stages.end(), rotates))
-      rope_angles(frequency_, parts_, cos_.floats(), sin_.floats());
+      rope_angles(frequency_, slices_, cos_.floats(), sin_.floats());
   }
 
   // [global-kv]
@@ -865,7 +939,7 @@ class CpuEngine final : public Engine {
     const Index n = rows_;
     float *x = x_.floats(), *a = a_.floats(), *q = q_.floats(), *k = k_.floats(), *v = v_.floats(), *o = o_.floats();
 
-    Keys keys{place.kept, reach(stage), nullptr, nullptr, prefix_k_.floats(), prefix_v_.floats(), row_.data()};
+    KvView kv{place.kept, reach(stage), nullptr, nullptr, prefix_k_.floats(), prefix_v_.floats(), row_.data()};
     if (c_.streams.count > 1) load_prefixes(w);
     if (stage.attention == Attention::shared) {
       multiply({{a, n, w.wq, q}});  // q [n,H dh]  2 n D H dh FLOP
@@ -877,13 +951,14 @@ class CpuEngine final : public Engine {
     if (stage.rope) rope(c_, c_.heads, n, cos_.floats(), sin_.floats(), q);
     if (stage.attention == Attention::full) append(place.kept, k, v);
     if (stage.attention == Attention::window) {  // keys of this pass beside the ring:
-      round_like_cache(k), round_like_cache(v);  // the same numbers it will hold
+      round_like_cache(k);                       // the same numbers it will hold
+      round_like_cache(v);
       const bool halts = options_.halt > 0 && stage.loops > 1;
-      keys.K = halts ? in_place(written_k_, place.layer, k) : k;
-      keys.V = halts ? in_place(written_v_, place.layer, v) : v;
+      kv.K = halts ? in_place(written_k_, place.layer, k) : k;
+      kv.V = halts ? in_place(written_v_, place.layer, v) : v;
     }
-    attention(keys, q, o);  // o [n,H dh]  4 H dh FLOP a key
-    if (stage.attention == Attention::window) append(place.kept, keys.K, keys.V);
+    attention(kv, q, o);  // o [n,H dh]  4 H dh FLOP a key
+    if (stage.attention == Attention::window) append(place.kept, kv.K, kv.V);
     multiply({{o, n, w.wo, x, /*add=*/true}});  // x += o wo^T  2 n D H dh FLOP
   }
   // [layer]
@@ -897,29 +972,29 @@ class CpuEngine final : public Engine {
   }
 
   /// O [n,H dh] of the pass: tiles of queries by heads by sequence, spread over the threads.
-  void attention(const Keys& keys, const float* Q, float* O) {
-    const Index b = query_tile(c_.group(), keys.reach);
-    tiles_.clear();
+  void attention(const KvView& kv, const float* Q, float* O) {
+    const Index b = query_tile(c_.group(), kv.reach);
+    queries_.clear();
     Index work = 0;
-    for (const Part& part : parts_) {
-      if (part.n == 0) continue;
-      for (Index i = 0; i < part.n; i += b) tiles_.push_back({&part, i});
-      const Index seen = std::min(keys.reach, c_.streams.prefix + part.p0 + part.count);
-      work += 4 * part.n * seen * c_.q_dim();
-      const Index cached = std::min(keys.K ? part.p0 : part.p0 + part.count, keys.reach);
+    for (const Slice& slice : slices_) {
+      if (slice.n == 0) continue;
+      for (Index i = 0; i < slice.n; i += b) queries_.push_back({&slice, i});
+      const Index seen = std::min(kv.reach, c_.streams.prefix + slice.p0 + slice.count);
+      work += 4 * slice.n * seen * c_.q_dim();
+      const Index cached = std::min(kv.K ? slice.p0 : slice.p0 + slice.count, kv.reach);
       counters.bytes += static_cast<std::uint64_t>(2 * cached * c_.kv_dim() * size_of(options_.kv_dtype));
     }
     // A task takes a group's R heads, which share each row of K and V; fewer where that would leave threads idle.
-    Index R = c_.group();
-    const auto idle = [&] { return std::ssize(tiles_) * c_.heads / R < thread_count(); };
-    while (c_.group() % R || (R > 1 && idle())) --R;
-    const Index tasks = c_.heads / R;  // a tile
+    Index heads = c_.group();
+    const auto idle = [&] { return std::ssize(queries_) * c_.heads / heads < thread_count(); };
+    while (c_.group() % heads || (heads > 1 && idle())) --heads;
+    const Index tasks = c_.heads / heads;  // of some queries
     std::uint64_t flops = 0;
 #pragma omp parallel for schedule(dynamic) if (work > small_work / 8) reduction(+ : flops)
-    for (Index i = 0; i < std::ssize(tiles_) * tasks; ++i) {
-      const auto [part, i0] = tiles_[i / tasks];
-      flops += attention_tile(
-          c_, *part, keys, i % tasks * R, R, i0, std::min(b, part->n - i0), Q, O, scratch_[omp_get_thread_num()]);
+    for (Index i = 0; i < std::ssize(queries_) * tasks; ++i) {
+      const auto [slice, i0] = queries_[i / tasks];
+      const Index n = std::min(b, slice->n - i0);
+      flops += attention_tile(c_, *slice, kv, i % tasks * heads, heads, i0, n, Q, O, scratch_[this_thread()]);
     }
     counters.flops += flops;
   }
@@ -983,16 +1058,16 @@ class CpuEngine final : public Engine {
   /// last row stays: the others have left their one row in K^, V^, and nothing later reads more of them.
   bool keep_wanted_rows() {
     Index kept = 0;
-    std::size_t parts = 0;
-    for (const Part& part : parts_) {
-      if (part.want == Logits::none || part.n == 0) continue;
-      const Index skip = part.want == Logits::last ? part.n - 1 : 0, n = part.n - skip;
-      move_rows(part.first + skip, n, kept);
-      parts_[parts++] = {
-          part.sequence, kept, n, part.p0 + skip, part.want, part.stream, part.caches, /*begin=*/kept, /*count=*/n};
+    std::size_t count = 0;
+    for (const Slice& slice : slices_) {
+      if (slice.want == Logits::none || slice.n == 0) continue;
+      const Index skip = slice.want == Logits::last ? slice.n - 1 : 0, n = slice.n - skip;
+      move_rows(slice.first + skip, n, kept);
+      slices_[count++] = {slice.sequence, kept, n, slice.p0 + skip, slice.want, slice.stream, slice.caches,
+          /*begin=*/kept, /*count=*/n};
       kept += n;
     }
-    parts_.erase(parts_.begin() + static_cast<std::ptrdiff_t>(parts), parts_.end());
+    slices_.erase(slices_.begin() + static_cast<std::ptrdiff_t>(count), slices_.end());
     rows_ = kept;
     return kept > 0;
   }
@@ -1012,24 +1087,24 @@ class CpuEngine final : public Engine {
     const Index D = c_.dim, loops = c_.stages[loop.stage].loops;
     if (loops == 1) return remember();
     rows_ = 0;
-    for (Part& part : parts_) {
-      const Index first = std::exchange(part.first, rows_), n = std::exchange(part.n, 0);
+    for (Slice& slice : slices_) {
+      const Index first = std::exchange(slice.first, rows_), n = std::exchange(slice.n, 0);
       for (Index i = first; i < first + n; ++i) {
         const std::span<float> x(x_.floats() + i * D, D), before(state_.floats() + row_[i] * D, D);
         const bool rests = std::acos(cosine(x, before)) / M_PI < options_.halt;
         std::ranges::copy(x, before.begin());
-        part.sequence->loops_run[part.p0 + row_[i] - part.begin] = loop.loop + 1;
+        slice.sequence->loops_run[slice.p0 + row_[i] - slice.begin] = loop.loop + 1;
         if (rests) continue;
         move_rows(i, 1, rows_);
         row_[rows_++] = row_[i];
-        ++part.n;
+        ++slice.n;
       }
     }
     if (loop.loop + 1 < loops) return;
     rows_ = 0;
-    for (Part& part : parts_) {
-      part.first = part.begin, part.n = part.count;
-      rows_ += part.count;
+    for (Slice& slice : slices_) {
+      slice.first = slice.begin, slice.n = slice.count;
+      rows_ += slice.count;
     }
     std::iota(row_.begin(), row_.end(), 0);
     std::copy_n(state_.floats(), rows_ * D, x_.floats());
@@ -1057,13 +1132,13 @@ class CpuEngine final : public Engine {
   void mix_streams() {
     const Index P = c_.streams.count, D = c_.dim;
     float *a = a_.floats(), *y = x_.floats(), *w = mix_.floats();
-    for (Part& part : parts_) {
-      const Index before = part.first - part.stream * part.n;  // rows of the segments before this one, P a token
-      for (Index i = 0; i < part.n; ++i)
-        std::copy_n(a + (part.first + i) * D, D, y + (before + i * P + part.stream) * D);
-      part.first = part.begin = before / P;
+    for (Slice& slice : slices_) {
+      const Index before = slice.first - slice.stream * slice.n;  // rows of the segments before this one, P a token
+      for (Index i = 0; i < slice.n; ++i)
+        std::copy_n(a + (slice.first + i) * D, D, y + (before + i * P + slice.stream) * D);
+      slice.first = slice.begin = before / P;
     }
-    std::erase_if(parts_, [](const Part& part) { return part.stream > 0; });
+    std::erase_if(slices_, [](const Slice& slice) { return slice.stream > 0; });
     const Index n = rows_ /= P;
     for (Index i = 0; i < n; ++i) widen(w_.mix_b1, 0, D, a + i * D), widen(w_.mix_b2, 0, P, w + i * P);
     multiply({{y, n, w_.mix_w1, a, /*add=*/true}});  // [n,D]
@@ -1091,9 +1166,9 @@ class CpuEngine final : public Engine {
     multiply({{a_.floats(), rows_, w_.head, logits}});
     for (Index i = 0; i < rows_ * c_.vocab_size; ++i)
       if (!std::isfinite(logits[i])) {
-        const Part& part = *std::find_if(
-            parts_.begin(), parts_.end(), [row = i / c_.vocab_size](const Part& p) { return row < p.first + p.n; });
-        fail("logit of token ", i % c_.vocab_size, " at position ", part.p0 + i / c_.vocab_size - part.first, " is ",
+        const Slice& slice = *std::find_if(
+            slices_.begin(), slices_.end(), [row = i / c_.vocab_size](const Slice& p) { return row < p.first + p.n; });
+        fail("logit of token ", i % c_.vocab_size, " at position ", slice.p0 + i / c_.vocab_size - slice.first, " is ",
             logits[i], ", not a finite number: the weights hold NaN, infinity or too large values");
       }
   }
@@ -1104,8 +1179,8 @@ class CpuEngine final : public Engine {
     yocou::multiply({products.begin(), products.size()}, counters);
   }
   void append(Index cache, const float* K, const float* V) {
-    for (const Part& p : parts_)
-      p.caches[cache].append(K + p.begin * c_.kv_dim(), V + p.begin * c_.kv_dim(), p.count, p.p0);
+    for (const Slice& s : slices_)
+      s.caches[cache].append(K + s.begin * c_.kv_dim(), V + s.begin * c_.kv_dim(), s.count, s.p0);
   }
   /// Rounds rows [n,G dh] to the type of the caches.
   void round_like_cache(float* rows) const {
@@ -1118,15 +1193,15 @@ class CpuEngine final : public Engine {
   }
   void show(const Place& place, bool embeddings = false) {
     if (!on_layer) return;
-    const bool halted = std::ranges::any_of(parts_, [](const Part& p) { return p.n < p.count; });
+    const bool halted = std::ranges::any_of(slices_, [](const Slice& s) { return s.n < s.count; });
     on_layer({embeddings ? -1 : place.stage, place.loop, place.layer,
         {x_.floats(), static_cast<std::size_t>(rows_ * c_.dim)},
         c_.moe && !embeddings ? std::span<const Index>(load_) : std::span<const Index>(),
         std::span<const Index>(row_).first(halted ? rows_ : 0)});
   }
 
-  struct Tile {
-    const Part* part;
+  struct Queries {
+    const Slice* slice;
     Index first;
   };
 
@@ -1139,8 +1214,8 @@ class CpuEngine final : public Engine {
   Index global_rows_ = 0;
 
   // The pass that is running
-  std::vector<Part> parts_;
-  std::vector<Tile> tiles_;
+  std::vector<Slice> slices_;
+  std::vector<Queries> queries_;
   std::vector<Product> products_;
   Index rows_ = 0;
   Slab x_, a_, q_, k_, v_, o_, cos_, sin_, gate_, up_;  // [n,D] [n,D] [n,H dh] [n,G dh] .. [n,dh/2] .. [n,F]

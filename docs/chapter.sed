@@ -1,5 +1,6 @@
 # GitHub Markdown to Doxygen's dialect, line by line, so that warnings keep their line numbers. Code regions become
-# \snippetlineno (real line numbers, every symbol a link); formulas become \f[ \f] and \f$ \f$.
+# \snippetlineno (real line numbers, every symbol a link); formulas become \f[ \f] and \f$ \f$. A line <details> goes
+# around Doxygen, which would tear it apart; what it folds does not.
 2s/^$/[TOC]/
 /^```cpp snippet=/,/^```$/{
   s/^```cpp snippet=\([^:]*\):\(.*\)$/\\snippetlineno \1 \2/
@@ -15,6 +16,9 @@
   b
 }
 s/^```console volatile$/```console/
+s/^```python.*$/```py/
+s/^```text printed$/```text/
+s/^<\/*details.*$/@htmlonly[block]&@endhtmlonly/
 /^```/,/^```$/b
 s/\$`\([^`]*\)`\$/\\f$\1\\f$/g
 s|](\(\.\./\)*yocou\.cpp)|](@ref yocou.cpp)|g

@@ -40,8 +40,8 @@ constexpr bool sanitized = true;
 #else
 constexpr bool sanitized = false;
 #endif
-constexpr double patience = sanitized ? 240 : 60;  ///< seconds after which a run counts as hung
-constexpr bool slow_bench = sanitized;             ///< bench first measures the machine: minutes in instrumented code
+constexpr double patience = 240;        ///< seconds after which a run counts as hung, on a busy machine too
+constexpr bool slow_bench = sanitized;  ///< bench first measures the machine: minutes in instrumented code
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Running the program
@@ -72,7 +72,8 @@ struct Result {
   bool hung = false;
   std::string out, err;
   long peak_kib = 0;
-  double seconds = 0;
+  double seconds = 0;  ///< from start to end
+  double busy = 0;     ///< of them the processor's, all threads together
 };
 
 /// A running yocou: stdin closed, stdout and stderr collected.
@@ -171,6 +172,8 @@ class Process {
     drop_progress(result_.err);
     result_.seconds = elapsed();
     result_.peak_kib = usage.ru_maxrss;
+    for (const timeval& t : {usage.ru_utime, usage.ru_stime})
+      result_.busy += static_cast<double>(t.tv_sec) + 1e-6 * static_cast<double>(t.tv_usec);
     if (WIFEXITED(status)) result_.status = WEXITSTATUS(status);
     if (WIFSIGNALED(status)) result_.signal = WTERMSIG(status);
     return result_;
@@ -1071,7 +1074,7 @@ TEST_CASE("cli: rates are of what ran", "[cli]") {
   };
   for (const int n : {1, 2, 64}) {
     const Result r = good({"generate", m, "--prompt-file", prompt, "--threads", "1", "-n", std::to_string(n)});
-    CAPTURE(r.err, r.seconds);
+    CAPTURE(r.err, r.seconds, r.busy);
     REQUIRE(r.err.find("prompt 2000 tokens") == 0);
     double seconds = 2000 / number_before(r.err, " tok/s", 0);
     const std::size_t decode = r.err.find("; decode ");
@@ -1084,7 +1087,8 @@ TEST_CASE("cli: rates are of what ran", "[cli]") {
       seconds += (n - 1) / number_before(r.err, " tok/s", decode);
     }
     CHECK(seconds < r.seconds);
-    if (!sanitized) CHECK(seconds > 0.2 * r.seconds);
+    // most of its work; of its time nobody can say, on a machine that let it wait before or after
+    if (!sanitized) CHECK(seconds > 0.5 * r.busy);
   }
 }
 
@@ -1215,8 +1219,11 @@ TEST_CASE("cli: interrupted", "[cli]") {
   }
   SECTION("bench prints the rows it has") {
     if (slow_bench) return;
-    Process p({"bench", "--shape", "tiny", "-N", "64", "--runs", "1000", "--json", "--threads", "1"});
-    REQUIRE(p.read_until([](const Result& r) { return r.err.find("bench") != std::string::npos; }));
+    Process p({"bench", "--shape", "tiny", "-N", "256", "--runs", "1000", "--json", "--threads", "1"});
+    REQUIRE(p.read_until([](const Result& r) {  // a hundredth of the runs: both rows have some
+      const std::size_t line = r.err.rfind("bench ");
+      return line != std::string::npos && std::atoi(r.err.c_str() + line + 6) >= 1;
+    }));
     p.send(SIGINT);
     const Result& r = p.finish();
     CAPTURE(r.err, r.out);
@@ -1225,16 +1232,16 @@ TEST_CASE("cli: interrupted", "[cli]") {
     CHECK(Json::parse(r.out)["rows"].size() == 2);
   }
   SECTION("long work of every command ends at the first Ctrl-C") {
-    const std::string m = in_folder("tiny.safetensors"), large = write_file("large.txt", std::string(4'000'000, 'z')),
+    const std::string m = in_folder("tiny.safetensors"), large = write_file("large.txt", std::string(1'000'000, 'z')),
                       out = in_folder("new.safetensors");
     if (!fs::exists(m)) good({"init", "--shape", "tiny", "-o", m});
-    std::string tokens, tasks = "{\"prompt\":\"" + std::string(3'000'000, 'x') + "\",\"answer\":\"a\"}\n";
-    for (int i = 0; i < 2'000'000; ++i) tokens += "7 ";
+    std::string tokens, tasks = "{\"prompt\":\"" + std::string(1'000'000, 'x') + "\",\"answer\":\"a\"}\n";
+    for (int i = 0; i < 1'000'000; ++i) tokens += "7 ";
     const std::string task_file = write_file("large.jsonl", tasks), token_file = write_file("large.tokens", tokens);
     for (const Words& a : std::vector<Words>{{"score", m, large}, {"logits", m, "--last", "--tokens-file", token_file},
              {"eval", m, task_file}, {"generate", m, "--prompt-file", large},
-             {"verify", "--shape", "small", "--arch", "yoco-u", "-N", "1000000"},
-             {"bench", "--shape", "small", "-N", "1000000"}, {"init", "--shape", "1.3b", "-o", out}}) {
+             {"verify", "--shape", "small", "--arch", "yoco-u", "-N", "200000"},
+             {"bench", "--shape", "small", "-N", "200000"}, {"init", "--shape", "1.3b", "-o", out}}) {
       if (slow_bench && a[0] == "bench") continue;
       Process p(a);
       p.await_handler(SIGINT);

@@ -84,6 +84,7 @@ struct Options {
   int major = 9;              ///< compute capability that the device claims
   bool library = true;        ///< there is a cuBLASLt
   std::size_t memory = ~0ul;  ///< of the device, bytes
+  int fail_launch = 0;        ///< the launch, from now on, that is refused; 0: none
 };
 inline Options options;
 inline std::mt19937 rng(1);
@@ -528,11 +529,11 @@ inline void check_shape(const Shape& s, const void* kernel) {
 }  // namespace emu
 
 #define UNROLL
-#define UNROLL_BY_4
 #define threadIdx (::emu::machine.current->index)  // the others are variables: runtime structures have such fields
 
 template <class... Parameter, class... Argument>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* c, void (*kernel)(Parameter...), Argument&&... argument) {
+  if (emu::options.fail_launch && !--emu::options.fail_launch) return cudaErrorLaunchOutOfResources;
   const emu::Shape shape{c->gridDim, c->blockDim, c->dynamicSmemBytes};
   emu::check_shape(shape, reinterpret_cast<const void*>(kernel));
   std::tuple<std::decay_t<Parameter>...> kept(static_cast<Argument&&>(argument)...);
@@ -596,6 +597,7 @@ inline cudaError_t cudaStreamSynchronize(cudaStream_t s) {
 }
 inline cudaError_t cudaDeviceSynchronize() { return emu::drain_all(), cudaSuccess; }
 inline cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode) {
+  if (emu::of(s).capture) emu::fault("cudaStreamBeginCapture of a stream that is being captured");
   return emu::of(s).capture = std::make_unique<emu::Graph>(), cudaSuccess;
 }
 inline cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t* g) {
@@ -765,8 +767,8 @@ void settle_registers(float (&)[N]) {}
 inline void grid_wait() {}
 inline void grid_launch() {}
 inline float fast_exp2(float x) { return std::exp2(x); }
-inline uint4 load_once(const uint4* p, int line = __builtin_LINE()) {
-  if (reinterpret_cast<std::uintptr_t>(p) % 16) emu::fault("load_once at line ", line, " of a misaligned address");
+inline uint4 load_here(const uint4* p, int line = __builtin_LINE()) {
+  if (reinterpret_cast<std::uintptr_t>(p) % 16) emu::fault("load_here at line ", line, " of a misaligned address");
   return *p;
 }
 

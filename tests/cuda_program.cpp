@@ -89,7 +89,7 @@ TEST_CASE("cuda program: what runs but not as it could says so in one line, once
   o.major = 8;
   emu::configure(o);
   const std::vector<std::string> command{
-      "score", data + "cups-t1.safetensors", data + ".gitignore", "--device", "cuda"};
+      "score", data + "austen.safetensors", data + ".gitignore", "--device", "cuda"};
   const auto notices = [&] {  // without progress lines
     std::string lines;
     std::istringstream all(yocou_run(command).error);

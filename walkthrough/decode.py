@@ -7,38 +7,39 @@ last row's logits; with --events, in their place, what every application of a la
 """
 import argparse
 
-from forward import add, attend, ffn, linear, load, norm, rope
+from forward import add, attend, embed, global_kv, linear, load, norm, rope, swiglu
 
 
-def step(c, t, caches, token, want, event):
+def step(c, t, caches, token, want, event=lambda *fields: None):
     """One token through the model; its logits, or None when nobody wants them."""
     eps, dh, theta, (usd, cross) = c["norm_eps"], c["head_dim"], c["rope_theta"], c["stages"]
     W, (K_hat, V_hat) = usd["window"], caches["global"]
     p = len(K_hat)  # its position: one row of K^ a token
-    X = [[v * c["embed_scale"] for v in t["embed"][token]]]
+    X = embed(c, t, [token])
     for loop in range(usd["loops"]):
         for i in range(usd["layers"]):
-            name = f"{usd['name']}.{i}."
+            w = lambda tensor: t[f"self.{i}.{tensor}"]
             K, V = caches.setdefault((loop, i), ([None] * W, [None] * W))  # a ring of its own, W rows
-            a = norm(X, t[name + "attn_norm"], eps)
-            q, k, v = (linear(a, t[name + w])[0] for w in ("wq", "wk", "wv"))
-            rope(q, p, dh, theta), rope(k, p, dh, theta)  # the same angle in every loop
-            K[p % W], V[p % W] = k, v  # on top of position p - W
+            A = norm(X, w("attn_norm"), eps)
+            q, k, v = (linear(A, w(m))[0] for m in ("wq", "wk", "wv"))
+            q, k = rope(q, p, dh, theta), rope(k, p, dh, theta)  # the same angle in every loop
+            K[p % W], V[p % W] = k, v  # over position p - W
             seen = range(max(0, p - W + 1), p + 1)
             event(p, "self", loop, i, f"row {p % W}", f"{p - W}" if p >= W else "", f"{seen[0]}-{p}")
-            o = attend(c, q, K, V, [j % W for j in seen])
-            X = ffn(c, t, name, add(X, linear([o], t[name + "wo"])))
-    m = norm(X, t["kv_norm"], eps)
-    K_hat += linear(m, t["kv.wk"])  # written once, after the last loop
-    V_hat += linear(m, t["kv.wv"])
+            Y = add(X, linear([attend(c, q, K, V, [j % W for j in seen])], w("wo")))
+            X = add(Y, swiglu(norm(Y, w("ffn_norm"), eps), w("w_gate"), w("w_up"), w("w_down")))
+    k, v = global_kv(c, t, X)
+    K_hat += k  # one row, written once, after the last loop
+    V_hat += v
     event(p, "K^ V^", "", "", f"row {p}", "", "")
     if not want:
         return None  # the early exit
     for i in range(cross["layers"]):
-        name = f"{cross['name']}.{i}."
-        q = linear(norm(X, t[name + "attn_norm"], eps), t[name + "wq"])[0]  # no rotation, no keys
+        w = lambda tensor: t[f"cross.{i}.{tensor}"]
+        q = linear(norm(X, w("attn_norm"), eps), w("wq"))[0]  # no rotation, no keys
         event(p, "cross", 0, i, "", "", f"0-{p}")
-        X = ffn(c, t, name, add(X, linear([attend(c, q, K_hat, V_hat, range(p + 1))], t[name + "wo"])))
+        Y = add(X, linear([attend(c, q, K_hat, V_hat, range(p + 1))], w("wo")))
+        X = add(Y, swiglu(norm(Y, w("ffn_norm"), eps), w("w_gate"), w("w_up"), w("w_down")))
     return linear(norm(X, t["norm"], eps), t["head"])[0]
 
 

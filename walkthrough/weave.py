@@ -9,11 +9,15 @@ Fences that are checked:
                            docs/ and the sources; its output follows
                            A line `> ` behind one that ends in | or do goes on with it.
   ```console volatile      the same, compared up to numbers; what was committed stays as long as only numbers differ
+  ```python                run in the same folder, all blocks of a file one after the other in one Python; what it
+                           prints follows in a fence ```text printed
+  ```python def=NAME ...   these functions of walkthrough/forward.py
 and a line
   Made by `COMMAND`:       the table behind it is what the command prints, run in the same folder
 With --update the file is rewritten; without it a difference is printed and the exit status is 1.
 """
 import difflib
+import json
 import os
 import pathlib
 import re
@@ -37,6 +41,33 @@ def region(name):
         sys.exit(f"weave: region [{name}] contains a marker")
     indent = min(len(line) - len(line.lstrip()) for line in inside if line.strip())
     return [line[indent:] for line in inside]
+
+
+def functions(names):
+    """Functions of forward.py, a blank line between two."""
+    source, out = (ROOT / "walkthrough" / "forward.py").read_text(), []
+    for name in names:
+        found = re.search(rf"^def {name}\(.*?(?=\n\n\n)", source, re.M | re.S)
+        if not found:
+            sys.exit(f"weave: forward.py has no function {name}")
+        out += ([""] if out else []) + found[0].split("\n")
+    return out
+
+
+def start_python(folder):
+    """A Python that runs one block after the other: code goes in and output comes out, each as one line of JSON."""
+    serve = """import contextlib, io, json, sys, traceback
+sys.path.insert(0, "walkthrough")
+space = {}
+for line in sys.stdin:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        try: exec(json.loads(line), space)
+        except Exception: print(traceback.format_exc().splitlines()[-1])
+    print(json.dumps(out.getvalue()), flush=True)
+"""
+    return subprocess.Popen([sys.executable, "-B", "-c", serve], cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                            text=True)
 
 
 def commands_of(body):
@@ -69,7 +100,7 @@ def run(commands, folder):
 
 def weave(path, folder):
     """The file as it should be."""
-    lines, out, checked, i = path.read_text().splitlines(), [], 0, 0
+    lines, out, checked, i, python = path.read_text().splitlines(), [], 0, 0, None
     while i < len(lines):
         line = lines[i]
         out.append(line)
@@ -94,10 +125,25 @@ def weave(path, folder):
             if kind == "console" or masked[0] != masked[1]:
                 body = new
             checked += 1
+        elif kind.startswith("python def="):
+            body, checked = functions(kind[len("python def="):].split()), checked + 1
+        elif kind == "python":
+            python = python or start_python(folder)
+            print(json.dumps("\n".join(body)), file=python.stdin, flush=True)
+            printed = [line.rstrip() for line in json.loads(python.stdout.readline()).rstrip("\n").split("\n")]
+            out += body + ["```"]
+            i, checked = end + 1, checked + 1
+            if lines[i:i + 2] == ["", "```text printed"]:  # what it printed last time
+                i = lines.index("```", i) + 1
+            if printed != [""]:
+                out += ["", "```text printed", *printed, "```"]
+            continue
         elif kind not in ("math", "sh", "text", "json"):
             sys.exit(f"{path}:{i}: a fence of unknown kind '{kind}'")
         out += body + ["```"]
         i = end + 1
+    if python:
+        python.stdin.close(), python.wait()
     if not checked:
         sys.exit(f"{path}: nothing in it is checked")
     return "\n".join(out) + "\n"

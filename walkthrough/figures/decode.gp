@@ -9,4 +9,4 @@ c(a) = sprintf("< yocou cost --shape 1.3b --arch %s -N %s --csv", a, N)
 set title "GFLOP of a step, one sequence"
 plot for [a in "rins transformer yoco-u yoco"] c(a) using 2:($6/1e9) skip 1 with linespoints lt of(a) title a
 set title "GB read by a step, one sequence"
-plot for [a in "rins transformer yoco-u yoco"] c(a) using 2:($11/1e9) skip 1 with linespoints lt of(a) title a
+plot for [a in "rins transformer yoco-u yoco"] c(a) using 2:($11/2**30) skip 1 with linespoints lt of(a) title a

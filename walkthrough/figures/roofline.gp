@@ -11,4 +11,4 @@ set label "read-bound" at ridge,3.8 right offset -0.7,0 textcolor rgb "#555555";
 c(a) = sprintf("< for b in 1 4 16 256; do yocou cost --shape 1.3b --arch %s -N 16384 --batch $b --csv | tail -1; done", a)
 row(a) = a eq "transformer" ? 1 : a eq "yoco" ? 2 : 3
 plot for [a in "yoco-u yoco transformer"] c(a) using ($6/$11):(row(a)) with linespoints lt of(a) ps 1.2, \
-     for [a in "yoco-u yoco transformer"] c(a) using ($6/$11):(row(a) + 0.32):3 with labels font ",12" notitle
+     for [a in "yoco-u yoco transformer"] c(a) using ($6/$11):(row(a) + ($3 == 16 ? -0.32 : 0.32)):3 with labels font ",12" notitle
