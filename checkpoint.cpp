@@ -97,9 +97,12 @@ Config make_config(const std::string& shape, const std::string& arch_name, const
   Config c;
   c.arch = arch_name;
   if (arch->streams) c.streams = {o.streams ? o.streams : 2, /*prefix=*/48, /*smooth=*/0.01};
-  c.vocab_size = p->V, c.dim = p->D, c.heads = p->H, c.kv_heads = p->G, c.head_dim = p->dh, c.ffn_dim = p->F;
+  const auto either = [](Index over, Index own) { return over ? over : own; };
+  c.vocab_size = either(o.vocab_size, p->V), c.dim = either(o.dim, p->D), c.ffn_dim = either(o.ffn_dim, p->F);
+  c.heads = either(o.heads, p->H), c.kv_heads = either(o.kv_heads, p->G), c.head_dim = either(o.head_dim, p->dh);
+  if (!p->F && o.ffn_dim) throw Usage("--ffn-dim: shape '" + shape + "' has a mixture of experts");
   if (!p->F) c.moe = Moe{64, 8, 1024, 1024, true};
-  const Index L = o.layers ? o.layers : p->L, W = o.window ? o.window : p->W;
+  const Index L = either(o.layers, p->L), W = either(o.window, p->W);
   for (const Arch::Part& part : arch->parts) {
     if (part.half && L % 2)
       throw Usage("--layers: arch '" + arch_name + "' halves its layers, " + std::to_string(L) + " is odd");
@@ -107,7 +110,11 @@ Config make_config(const std::string& shape, const std::string& arch_name, const
         part.attention == Attention::window ? W : 0, /*rope=*/part.attention != Attention::shared, part.refresh});
   }
   set_loops(c, o.loops);
-  return c;
+  try {
+    return read_config(config_json(c), "--shape " + shape);
+  } catch (const Error& e) {  // sizes that do not go together
+    throw Usage(e.what());
+  }
 }
 
 // [tensors]

@@ -169,6 +169,15 @@ std::optional<T> parse_number(std::string_view text, const Range<T>& range) {
   return good ? std::optional(v) : std::nullopt;
 }
 
+/// The same for what the command line says: 16K is 16 x 2^10, 1M is 2^20.
+template <class T>
+std::optional<T> parse_scaled(std::string_view text, const Range<T>& range) {
+  T scale = 1;
+  if (text.ends_with('K') || text.ends_with('M')) scale = text.back() == 'K' ? 1 << 10 : 1 << 20, text.remove_suffix(1);
+  const auto v = parse_number(text, Range<T>{0, range.high / scale});
+  return v && range.has(*v * scale) ? std::optional(*v * scale) : std::nullopt;
+}
+
 /// The pieces of a list, "1,2,3".
 Names split(const std::string& list) {
   Names pieces;
@@ -184,7 +193,7 @@ CLI::Option* number(CLI::App& c, const std::string& name, To& to, const Range<N>
   const CLI::callback_t read = [name, range, &to](const CLI::results_t& given) {
     std::vector<N> all;
     for (const std::string& piece : list ? split(given[0]) : given)
-      if (const auto v = parse_number(piece, range)) all.push_back(*v);
+      if (const auto v = parse_scaled(piece, range)) all.push_back(*v);
       else
         throw CLI::ValidationError(
             name, "'" + given[0] + "' is not " + range.text() + (list ? ", or several: 1,2,3" : ""));
@@ -222,6 +231,12 @@ CLI::Option* dtype(CLI::App& c, const char* name, auto& to, const std::vector<Dt
 inline constexpr Index batch_limit = Index{1} << 20;  ///< sequences
 inline constexpr Range<Index> from_0{0, sizes.high}, lengths{1, N_limit}, batches{1, batch_limit}, many{1, 1'000'000};
 
+/// Whether rows of a model can stop looping.
+bool can_halt(const Config& c) {
+  const Index s = looped_stage(c);
+  return s >= 0 && c.stages[s].attention == Attention::window;
+}
+
 /// How a model runs.
 struct RunOptions {
   std::string device = "cpu";
@@ -241,9 +256,7 @@ struct RunOptions {
   }
   /// Throws Usage where --halt means nothing.
   void check_halt(const Config& c) const {
-    const Index s = looped_stage(c);
-    if (halt > 0 && (s < 0 || c.stages[s].attention != Attention::window))
-      throw Usage("--halt: arch '" + c.arch + "' has no window stage that alone is looped");
+    if (halt > 0 && !can_halt(c)) throw Usage("--halt: arch '" + c.arch + "' has no window stage that alone is looped");
   }
   bool cuda() const { return device == "cuda"; }
   Index chunk() const { return given_chunk ? given_chunk : cuda() ? 8192 : 512; }
@@ -301,22 +314,55 @@ struct RandomOptions {
   }
 };
 
-/// A shape in one or several architectures.
+/// A shape in one or several architectures, or a config from a file.
 struct ShapeGroup {
-  std::string shape = {}, arch = {};
+  std::string shape = {}, arch = {}, config = {};
   ShapeOptions over = {};
+  CLI::Option* file = nullptr;           ///< --config
+  std::vector<CLI::Option*> given = {};  ///< what a file leaves nothing to say for
 
   void declare(CLI::App& c, const std::string& how_many) {
     Names names;
     for (const Arch& a : archs()) names.push_back(a.name);
-    text(c, "--shape", shape, "D, L, H and so on")->check(CLI::IsMember(shape_names()));
-    text(c, "--arch", arch, how_many + ": " + join(names, ","))->check(filled);
-    number(c, "--layers", over.layers, counts, "L, in place of the shape's");
-    number(c, "--window", over.window, sizes, "W, in place of the shape's");
+    given = {text(c, "--shape", shape, "D, L, H and so on")->check(CLI::IsMember(shape_names())),
+        text(c, "--arch", arch, how_many + ": " + join(names, ","))->check(filled)};
+    const auto replace = [&](const char* name, Index& to, const Range<Index>& range, const std::string& symbol) {
+      given.push_back(number(c, name, to, range, symbol + ", in place of the shape's"));
+    };
+    replace("--layers", over.layers, counts, "L"), replace("--window", over.window, sizes, "W");
+    replace("--dim", over.dim, sizes, "D"), replace("--heads", over.heads, sizes, "H");
+    replace("--kv-heads", over.kv_heads, sizes, "G"), replace("--head-dim", over.head_dim, sizes, "dh");
+    replace("--ffn-dim", over.ffn_dim, sizes, "F"), replace("--vocab", over.vocab_size, sizes, "V");
+    file = text(c, "--config", config, "a file with a model's config in JSON, in place of a shape")->check(filled);
     number(c, "--loops", over.loops, counts, "T of the looped stage");
-    number(c, "--streams", over.streams, Range<Index>{2, counts.high}, "P of parscale (default 2)");
+    given.push_back(number(c, "--streams", over.streams, Range<Index>{2, counts.high}, "P of parscale (default 2)"));
   }
-  Config config(const std::string& name) const { return make_config(shape, name, over); }
+  /// Throws Usage where both `one` and any of the others are given.
+  static void exclude(const CLI::Option* one, const std::vector<CLI::Option*>& others) {
+    for (const CLI::Option* o : others)
+      if (one->count() && o->count()) throw Usage(one->get_name() + " excludes " + o->get_name());
+  }
+  /// The configs; without --arch those of all architectures that take the overrides.
+  std::vector<Config> configs() const {
+    std::vector<Config> all;
+    exclude(file, given);
+    if (!config.empty()) {
+      all.push_back(read_config(parse_json(MappedFile(config).text(), config), config));
+      set_loops(all[0], over.loops);
+      return all;
+    }
+    if (!arch.empty())
+      for (const std::string& name : split(arch)) all.push_back(make_config(shape, name, over));
+    if (!arch.empty()) return all;
+    std::string refused;
+    for (const Arch& a : archs()) try {
+        all.push_back(make_config(shape, a.name, over));
+      } catch (const Usage& e) {
+        refused = e.what();
+      }
+    if (all.empty()) throw Usage(refused);
+    return all;
+  }
 };
 
 /// What cost, verify and bench look at: a checkpoint, or shapes; at several numbers of tokens.
@@ -326,32 +372,31 @@ struct Subject {
   std::vector<Index> N;
   Index batch = 1;
   PrintOptions print = {};
+  CLI::Option* checkpoint = nullptr;
 
   void declare(CLI::App& c) {
-    CLI::Option* file = text(c, "MODEL", model, "a checkpoint (.safetensors)");
+    checkpoint = text(c, "MODEL", model, "a checkpoint (.safetensors)");
     shapes.declare(c, shapes.arch.empty() ? "one or several (default all)" : "one or several");
-    for (const char* shape : {"--shape", "--arch", "--layers", "--window", "--streams"})
-      file->excludes(c.get_option(shape));
     number(c, "-N", N, lengths, "tokens, one or several");
     number(c, "--batch", batch, batches, "sequences");
     print.declare(c);
   }
-  /// The configs; without --arch those of all architectures that take the overrides and can run so.
+  /// The configs; of all architectures, without --arch, those that can run so.
   std::vector<Config> configs(const RunOptions& how = {}) const {
+    ShapeGroup::exclude(checkpoint, shapes.given);
+    ShapeGroup::exclude(checkpoint, {shapes.file});
     if (!model.empty()) {
       Config c = load_model(model).config;
       how.check_halt(c);
       set_loops(c, shapes.over.loops);
       return {c};
     }
-    std::vector<Config> all;
-    if (!shapes.arch.empty())
-      for (const std::string& name : split(shapes.arch)) all.push_back(shapes.config(name));
-    else
-      for (const Arch& a : archs())
-        if ((!shapes.over.loops || a.takes_loops()) && (!shapes.over.window || a.takes_window()) &&
-            (a.streams ? !how.cuda() : !shapes.over.streams) && (!how.halt || (a.parts[0].looped && a.takes_window())))
-          all.push_back(shapes.config(a.name));
+    std::vector<Config> all = shapes.configs();
+    const auto cannot = [&](const Config& c) {
+      return (how.cuda() && c.streams.count > 1) || (how.halt > 0 && !can_halt(c));
+    };
+    if (shapes.arch.empty() && shapes.config.empty()) std::erase_if(all, cannot);
+    if (all.empty()) throw Usage("no architecture takes all of these options");
     for (const Config& c : all) how.check_halt(c);
     return all;
   }
@@ -866,6 +911,7 @@ struct Trace : CheckpointRun<> {
 /// `yocou cost`
 struct Cost : Subject {
   Index kv_bytes = 2, memory = 0;
+  bool explained = false;
 
   Cost() : Subject{{}, {"1.3b"}, {16384, 65536, 262144}} {}
   void declare(CLI::App& c) {
@@ -873,6 +919,8 @@ struct Cost : Subject {
     number(c, "--kv-bytes", kv_bytes, Range<Index>{1, 8}, "bytes of a cached number");
     c.add_option("--memory", memory, "a budget like 80GB: the largest N and batch that fit beside 2-byte weights")
         ->transform(CLI::Validator(memory_size, ""));
+    CLI::Option* explain = c.add_flag("--explain", explained, "each formula with its numbers, term by term");
+    for (const char* other : {"--json", "--csv", "--memory"}) explain->excludes(c.get_option(other));
   }
 
   /// "80GB", "24GiB", "512MB", or bytes, as bytes. MB and GB are 2^20 and 2^30 bytes, as in the paper's tables.
@@ -888,11 +936,38 @@ struct Cost : Subject {
     return "";
   }
 
+  /// Prints the formulas of a config with their numbers, down to the totals.
+  void explain(const Config& c, Index n) const {
+    const auto print = [&](const std::string& what, Index sequences, const Bill& bill) {
+      std::size_t width = 0;
+      for (const Term& term : bill) width = std::max(width, term.of.size());
+      std::string lines = what + "\n";
+      for (const Term& term : bill)
+        lines += "  " + term.of + std::string(width + 2 - term.of.size(), ' ') + term.text() + "\n";
+      const Exact sum = total(bill);
+      lines += "  total " + to_string(sum);
+      if (sequences > 1) lines += ", of " + std::to_string(sequences) + " sequences " + to_string(sequences * sum);
+      put(lines + "\n\n");
+    };
+    put(c.arch + ", N = " + std::to_string(n) + ", batch " + std::to_string(batch) + "\n\n");
+    print("cache bytes of a sequence, s bytes a number", batch, cache_bill(c, n, kv_bytes));
+    print("FLOP of a prefill", batch, flops_bill(c, 0, n, /*wanted=*/1));
+    print("FLOP of the decode step behind it", batch, flops_bill(c, n, n + 1, /*wanted=*/1));
+    print("bytes that this step reads, of the whole batch", 1, decode_bytes_bill(c, n, batch, /*w=*/2, kv_bytes));
+    print("parameters without embedding and head", 1, params_bill(c, c.moe ? c.moe->experts : 0));
+  }
+
   void operator()() const {
+    if (explained) {
+      for (const Config& c : configs())
+        for (const Index n : N) explain(c, n);
+      return;
+    }
     const Index B = batch, s = kv_bytes;
     const bool table = print.table();
     std::optional<Config> yoco_u;  // the reference of the ratios, in the same shape
-    if (model.empty() && shapes.over.layers % 2 == 0) yoco_u = shapes.config("yoco-u");
+    if (model.empty() && shapes.config.empty() && shapes.over.layers % 2 == 0)
+      yoco_u = make_config(shapes.shape, "yoco-u", shapes.over);
     std::vector<Json> rows, orders;
     for (const Config& c : configs()) {
       const Params p = count_params(c);
@@ -1198,9 +1273,13 @@ struct Init {
     shapes.declare(c, "one");
     random.declare(c);
     text(c, "-o,--output", out, "file to write")->check(filled)->required();
-    c.get_option("--shape")->required();
   }
-  void operator()() const { write_random_checkpoint(shapes.config(shapes.arch), random.type, random.seed, out); }
+  void operator()() const {
+    if (shapes.shape.empty() && shapes.config.empty()) throw Usage("give either --shape or --config");
+    const std::vector<Config> configs = shapes.configs();
+    if (configs.size() != 1) throw Usage("--arch: one architecture, found " + std::to_string(configs.size()));
+    write_random_checkpoint(configs[0], random.type, random.seed, out);
+  }
 };
 
 /// `yocou show`

@@ -40,14 +40,16 @@
 namespace yocou {
 
 inline constexpr const char* version = "0.1.0";  ///< what `yocou --version` says
-
 using Index = std::int64_t;  ///< sizes, positions and offsets: 64 bits from the first multiplication on
-
 /// Rows of a block of a `full` or `shared` cache (the paged block of YOCO-U, Table 10).
 inline constexpr Index block_rows = 256;
 
 /// Bad input, one line: what, where, expected, found. The program prints it and exits with 1.
 struct Error : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+/// Wrong use of the command line: exit status 2.
+struct Usage : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
@@ -58,11 +60,6 @@ template <class... Word>
   (line << ... << word);
   throw Error(line.str());
 }
-
-/// Wrong use of the command line: exit status 2.
-struct Usage : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
 
 extern volatile std::sig_atomic_t interrupted;  ///< set by SIGINT; every pass and every long loop looks at it
 /// What stop_if_interrupted() throws.
@@ -117,10 +114,8 @@ struct Streams {
 /// A model's shape; the fields are the checkpoint's keys.
 struct Config {
   std::string arch = "custom";      ///< a label; `stages` decides
-  Index vocab_size = 0;             ///< V
-  Index dim = 0;                    ///< D
-  Index heads = 0;                  ///< H
-  Index kv_heads = 0;               ///< G
+  Index vocab_size = 0, dim = 0;    ///< V, D
+  Index heads = 0, kv_heads = 0;    ///< H, G
   Index head_dim = 0;               ///< dh
   Index ffn_dim = 0;                ///< F, when the FFN is dense
   std::optional<Moe> moe;           ///< when it is not
@@ -152,8 +147,7 @@ inline Index size_of(Dtype t) { return t == Dtype::f32 ? 4 : 2; }  ///< bytes of
 struct Tensor {
   const void* data = nullptr;  ///< row 0
   Dtype dtype = Dtype::f32;    ///< of a number
-  Index rows = 0;              ///< outputs of a product
-  Index cols = 0;              ///< inputs of a product
+  Index rows = 0, cols = 0;    ///< outputs and inputs of a product
 
   Index bytes() const { return rows * cols * size_of(dtype); }  ///< bytes of all rows
   /// Rows first .. first+count-1: one expert of a stack, one token's embedding.
@@ -164,34 +158,30 @@ struct Tensor {
 
 /// The three matrices of a SwiGLU: (silu(x gate^T) * (x up^T)) down^T. Experts are stacked by rows.
 struct Ffn {
-  Tensor gate;  ///< [F,D]; of E experts [E Fe,D]
-  Tensor up;    ///< the same
-  Tensor down;  ///< [D,F]; of E experts [E D,Fe]
+  Tensor gate, up;  ///< [F,D]; of E experts [E Fe,D]
+  Tensor down;      ///< [D,F]; of E experts [E D,Fe]
 };
 
 /// The weights of one layer.
 struct Layer {
-  Tensor attn_norm;  ///< [D]
-  Tensor wq;         ///< [H dh,D]
-  Tensor wk;         ///< [G dh,D]; none in a shared stage
-  Tensor wv;         ///< the same
-  Tensor prefix_k;   ///< [P m,G dh], with streams only
-  Tensor prefix_v;   ///< the same
-  Tensor wo;         ///< [D,H dh]
-  Tensor ffn_norm;   ///< [D]
-  Ffn dense;         ///< without moe
-  Tensor router;     ///< [E,D]
-  Ffn experts;       ///< the routed experts
-  Ffn shared;        ///< the expert that is always on, when Fs > 0
+  Tensor attn_norm;           ///< [D]
+  Tensor wq;                  ///< [H dh,D]
+  Tensor wk, wv;              ///< [G dh,D]; none in a shared stage
+  Tensor prefix_k, prefix_v;  ///< [P m,G dh], with streams only
+  Tensor wo;                  ///< [D,H dh]
+  Tensor ffn_norm;            ///< [D]
+  Ffn dense;                  ///< without moe
+  Tensor router;              ///< [E,D]
+  Ffn experts;                ///< the routed experts
+  Ffn shared;                 ///< the expert that is always on, when Fs > 0
 };
 
 /// All weights of a model.
 struct Weights {
   Tensor embed;                            ///< [V,D]
   std::vector<std::vector<Layer>> stages;  ///< [stage][layer]
-  Tensor kv_norm;                          ///< [D], with a shared stage only, as the next two
-  Tensor kv_wk;                            ///< [G dh,D]: K^ = norm(X; kv_norm) kv_wk^T
-  Tensor kv_wv;                            ///< [G dh,D]: V^ = norm(X; kv_norm) kv_wv^T
+  Tensor kv_norm;                          ///< [D], with a shared stage only, as the next
+  Tensor kv_wk, kv_wv;                     ///< [G dh,D]: K^ = norm(X; kv_norm) kv_wk^T, V^ likewise
   Tensor norm;                             ///< [D], before the head
   Tensor mix_w1, mix_b1, mix_w2, mix_b2;   ///< [D,P D] [D] [P,D] [P], with streams only: the weights of a token's rows
   Tensor head;                             ///< [V,D]; a tied head is a view of embed
@@ -227,10 +217,8 @@ struct Kept {
 
 /// One application of a layer.
 struct Place {
-  Index stage = 0;  ///< which stage
-  Index loop = 0;   ///< from 0
-  Index layer = 0;  ///< in its stage, from 0
-  Index kept = 0;   ///< the entry of Plan::kept that its queries read
+  Index stage = 0, loop = 0, layer = 0;  ///< which; all from 0
+  Index kept = 0;                        ///< the entry of Plan::kept that its queries read
 };
 
 /// Where a model keeps what: for every (stage, loop, layer) what it writes, and which entry its queries read. Window and
@@ -239,12 +227,11 @@ struct Place {
 struct Plan {
   /// One loop of a stage.
   struct Loop {
-    Index stage;    ///< which stage
-    Index loop;     ///< from 0
-    bool projects;  ///< K^, V^ are first projected from the state that enters
-    bool narrows;   ///< only rows whose logits are wanted go on from here: prefill's early stop
-    Index first;    ///< the entry of layer 0
-    Index stride;   ///< from a layer's entry to the next one's: 1, or 0 where all read the same
+    Index stage, loop;  ///< which; both from 0
+    bool projects;      ///< K^, V^ are first projected from the state that enters
+    bool narrows;       ///< only rows whose logits are wanted go on from here: prefill's early stop
+    Index first;        ///< the entry of layer 0
+    Index stride;       ///< from a layer's entry to the next one's: 1, or 0 where all read the same
   };
   std::vector<Kept> kept;   ///< of a sequence
   std::vector<Loop> loops;  ///< in the order in which they run
@@ -327,8 +314,7 @@ struct Counters {
 /// The state after one application of a layer, shown to a tracer.
 struct Application {
   Index stage = -1;                    ///< -1: the embeddings, X^0
-  Index loop = 0;                      ///< from 0
-  Index layer = 0;                     ///< in its stage, from 0
+  Index loop = 0, layer = 0;           ///< from 0
   std::span<const float> x;            ///< [n,D], the rows of the pass
   std::span<const Index> expert_load;  ///< [E] tokens sent to each expert in this application; empty when dense
   std::span<const Index> rows = {};    ///< [n] which of the pass's rows these are, where some have halted; empty: all
@@ -378,15 +364,12 @@ std::unique_ptr<Engine> make_cuda_engine(const Config&, const Weights&, const En
 /// Allocates and touches what `batch` sequences of N tokens keep, calls `then` with the bytes that the arena counted
 /// while they are held, and gives them back.
 void hold_caches(const Config&, Dtype, Index N, Index batch, const std::function<void(Index bytes)>& then);
-
 /// Runs a prompt in chunks; the last row's logits [V]. Chunks but the last want no logits: they stop below the
 /// cross-decoder, and memory for activations is one chunk's, whatever N. Calls after(tokens done) after each chunk.
 void prefill(Engine&, int sequence, std::span<const int> tokens, Index chunk, float* logits,
     const std::function<void(Index)>& after = {});
-
 /// One decode step: each sequence's next token; logits [sequences,V].
 void decode(Engine&, std::span<const int> sequences, std::span<const int> tokens, float* logits);
-
 /// Runs tokens with all logits, chunk by chunk: use(first position, rows, logits [rows,V]). For scoring.
 void forward_all(Engine&, const Config&, int sequence, std::span<const int> tokens, Index chunk,
     const std::function<void(Index, Index, const float*)>& use);
@@ -398,8 +381,7 @@ int draw(std::span<const float> logits, const Sampling&, double u);
 
 /// A seeded source of draws.
 struct Sampler : Sampling {
-  std::mt19937_64 random;  ///< the source
-
+  std::mt19937_64 random;                                                     ///< the source
   double uniform() { return static_cast<double>(random() >> 11) * 0x1p-53; }  ///< the next number in [0, 1)
   /// One token for a row of logits [V].
   int operator()(std::span<const float> logits) { return draw(logits, *this, temperature == 0 ? 0 : uniform()); }
@@ -418,7 +400,8 @@ void set_thread_count(Index threads);  ///< sets it
 
 /// An unsigned integer of 128 bits that throws Error rather than wrap.
 struct Exact {
-  unsigned __int128 v = 0;                                      ///< the number
+  unsigned __int128 v = 0;  ///< the number
+  /// The same number.
   Exact(Index n = 0) : v(static_cast<unsigned __int128>(n)) {}  // NOLINT: formulas read better with plain sizes in them
   friend Exact operator+(Exact, const Exact&);                  ///< the exact sum
   friend Exact operator*(Exact, const Exact&);                  ///< the exact product
@@ -428,7 +411,7 @@ struct Exact {
 };
 std::string to_string(Exact);  ///< all digits
 
-/// A symbol of a formula and its number.
+/// A symbol of a formula, "D", and its number.
 struct Factor {
   const char* symbol;  ///< "D", "6", "T"
   Exact value;         ///< 2560, 6, 3
@@ -471,11 +454,9 @@ std::optional<Index> crossover(const Config& c, const Config& other);
 
 /// Stored elements; loops count once.
 struct Params {
-  Exact params;  ///< without embedding and head, norm gains included
-  Exact active;  ///< the same with experts x active/experts
-  Exact embed;   ///< V D
-  Exact head;    ///< V D, 0 when tied
-
+  Exact params;                                        ///< without embedding and head, norm gains included
+  Exact active;                                        ///< the same with experts x active/experts
+  Exact embed, head;                                   ///< V D; the head 0 when tied
   Exact all() const { return params + embed + head; }  ///< all that are stored
 };
 Params count_params(const Config&);  ///< counts a config's parameters by formula
@@ -500,8 +481,7 @@ inline constexpr double above_0 = std::numeric_limits<double>::denorm_min();
 /// The numbers from low to high.
 template <class T>
 struct Range {
-  T low;                                                 ///< the least
-  T high;                                                ///< the largest
+  T low, high;                                           ///< both of them in it
   bool has(T v) const { return v >= low && v <= high; }  ///< whether it holds v
   /// As a message says it: "an integer from 1 to 4096".
   std::string text() const {
@@ -520,21 +500,17 @@ inline constexpr Range<Index> counts{1, 4096};  ///< what numbers of layers and 
 struct Arch {
   /// One stage.
   struct Part {
-    const char* name;      ///< of the stage
-    Attention attention;   ///< what its queries read
-    bool half;             ///< L/2 layers, otherwise L
-    bool looped = false;   ///< x T
-    bool refresh = false;  ///< refresh_kv
+    const char* name;                      ///< of the stage
+    Attention attention;                   ///< what its queries read
+    bool half;                             ///< L/2 layers, otherwise L
+    bool looped = false, refresh = false;  ///< x T; refresh_kv
   };
-  std::string name;         ///< its label
-  Index loops;              ///< default T
-  std::vector<Part> parts;  ///< its stages
-  const char* kv_cache;     ///< big-O, as the next two
-  const char* prefill;      ///< of a prompt
-  const char* decode;       ///< of a step
-  bool streams = false;     ///< P of them
+  std::string name;                         ///< its label
+  Index loops;                              ///< default T
+  std::vector<Part> parts;                  ///< its stages
+  const char *kv_cache, *prefill, *decode;  ///< big-O
+  bool streams = false;                     ///< P of them
 
-  bool takes_loops() const { return parts.front().looped || parts.back().looped; }  ///< whether a stage is marked x T
   /// Whether --window means anything.
   bool takes_window() const { return parts.front().attention == Attention::window; }
 };
@@ -547,10 +523,10 @@ Index set_loops(Config&, Index T);
 
 /// Overrides of a shape; 0: keep.
 struct ShapeOptions {
-  Index layers = 0;   ///< L
-  Index window = 0;   ///< W
-  Index loops = 0;    ///< T
-  Index streams = 0;  ///< P; 0: 2 where the architecture has streams
+  Index layers = 0, window = 0, loops = 0;               ///< L, W, T
+  Index dim = 0, heads = 0, kv_heads = 0, head_dim = 0;  ///< D, H, G, dh
+  Index ffn_dim = 0, vocab_size = 0;                     ///< F, V
+  Index streams = 0;                                     ///< P
 };
 const Names& shape_names();  ///< names of the shapes
 /// A shape as an architecture. Throws Usage for an unknown name and for an override that the architecture cannot take.
@@ -577,8 +553,7 @@ struct StoredTensor {
   std::string name;          ///< as for_each_tensor() calls it
   Dtype dtype = Dtype::f32;  ///< of a number
   Shape shape;               ///< as stored
-  Index begin = 0;           ///< of its bytes
-  Index end = 0;             ///< behind its bytes
+  Index begin = 0, end = 0;  ///< of its bytes
 };
 
 /// A model: config, weights, and whatever keeps the weights in memory.
@@ -601,9 +576,8 @@ void write_random_checkpoint(const Config&, Dtype, std::uint64_t seed, const std
 
 /// One line of a task file.
 struct Task {
-  std::string prompt;  ///< what the model reads
-  std::string answer;  ///< what it should write
-  std::string group;   ///< JSON of the field to group by
+  std::string prompt, answer;  ///< what the model reads, what it should write
+  std::string group;           ///< JSON of the field to group by
 };
 /// Reads JSON lines {"prompt","answer", ...}; `by` names the field to group by. Throws Error naming file and line.
 std::vector<Task> read_tasks(std::string_view text, const std::string& path, const std::string& by);

@@ -1566,6 +1566,91 @@ TEST_CASE("cli: CSV has as many cells in every line", "[cli]") {
   rectangular({"score", random_model(), write_file("t", "abcdef"), "--csv", "--by-position"});
 }
 
+TEST_CASE("cli: cost of any model", "[cli][cost]") {
+  const auto rows = [](Words more) {
+    more.insert(more.begin(), {"cost", "--json"});
+    return good_json(more)["rows"];
+  };
+  SECTION("K and M are 2^10 and 2^20") {
+    CHECK(rows({"-N", "16K,1M,3"}) == rows({"-N", "16384,1048576,3"}));
+    for (const char* bad : {"K", "1G", "1.5K", "-1K", "1KK", "1k", "99999999999M", "0K"})
+      refused({"cost", "-N", bad}, 2, {"-N"});
+    CHECK(good({"generate", random_model(), "-p", "a", "-n", "1K"}).out.size() == 1024);
+  }
+  SECTION("a checkpoint's config in a file of its own is that model") {
+    const std::string m = random_model(), file = write_file("config.json", config_of().dump());
+    const Json shown = good_json({"show", m, "--json"})["config"];
+    CHECK(rows({"--config", file, "-N", "5,1000"}) == rows({m, "-N", "5,1000"}));
+    CHECK(rows({"--config", write_file("whole.json", shown.dump()), "-N", "5"}) == rows({m, "-N", "5"}));
+    CHECK(rows({"--config", file, "--loops", "5", "-N", "5"}) == rows({m, "--loops", "5", "-N", "5"}));
+    good({"verify", "--config", file, "-N", "3,300"});
+    const std::string made = in_folder("made.safetensors");
+    good({"init", "--config", file, "-o", made, "--dtype", "f32"});
+    CHECK(good_json({"show", made, "--json"})["config"] == shown);
+    for (const std::string command : {"cost", "verify", "bench"}) {
+      for (const Words& other : std::vector<Words>{{m}, {"--shape", "tiny"}, {"--arch", "yoco"}, {"--dim", "64"}}) {
+        Words all = {command, "--config", file};
+        all.insert(all.end(), other.begin(), other.end());
+        refused(all, 2, {"--config"});
+      }
+      refused({command, "--config", ""}, 2, {"--config"});
+      refused({command, "--config", write_file("bad.json", "{\"arch\":\"yoco-u\"}")}, 1, {"bad.json", "vocab_size"});
+      refused({command, "--config", write_file("bad.json", "")}, 1, {"bad.json", "JSON"});
+      refused({command, "--config", in_folder("missing")}, 1, {"missing"});
+    }
+    refused({"init", "-o", made}, 2, {"--config"});
+  }
+  SECTION("sizes over a shape") {
+    const Json one = rows({"--shape", "tiny", "--arch", "transformer", "-N", "9", "--layers", "2", "--dim", "32",
+        "--heads", "6", "--kv-heads", "3", "--head-dim", "8", "--ffn-dim", "20", "--vocab", "300"})[0];
+    CHECK(one["cache_bytes"] == 2 * 3 * 8 * 2 * 2 * 256);
+    CHECK(one["params"] == 2 * (2 * 32 + 32 * (2 * 48 + 2 * 24) + 3 * 32 * 20) + 32);
+    CHECK(one["head_params"] == 300 * 32);
+    for (const std::string command : {"cost", "verify", "bench"}) {
+      refused({command, "--shape", "tiny", "--heads", "3", "--kv-heads", "2"}, 2, {"heads 3", "kv_heads 2"});
+      refused({command, "--shape", "tiny", "--head-dim", "7"}, 2, {"head_dim 7"});
+      refused({command, "--shape", "10b-moe", "--ffn-dim", "7"}, 2, {"--ffn-dim"});
+      refused({command, random_model(), "--vocab", "300"}, 2, {"--vocab"});
+      refused({command, "--dim", "0"}, 2, {"--dim"});
+    }
+  }
+  SECTION("without --arch, those that take the sizes") {
+    std::set<std::string> odd;
+    for (const Json& row : rows({"--layers", "3", "-N", "1"})) odd.insert(row["arch"]);
+    CHECK(odd == std::set<std::string>{"transformer", "ut"});
+  }
+  SECTION("--explain adds up to the figures") {
+    for (const Words& what : std::vector<Words>{{"--arch", "yoco-u"}, {"--arch", "upper-loop-unshared", "--loops", "4"},
+             {"--arch", "rins", "--batch", "3"}, {"--arch", "yoco", "--shape", "10b-moe"}}) {
+      Words all = {"cost", "--explain", "-N", "1000"}, plain = {"-N", "1000"};
+      all.insert(all.end(), what.begin(), what.end()), plain.insert(plain.end(), what.begin(), what.end());
+      const Json row = rows(plain)[0];
+      std::istringstream lines(good(all).out);
+      std::vector<std::int64_t> totals;
+      std::int64_t sum = 0, n = 0;
+      for (std::string line; std::getline(lines, line);) {
+        if (const auto equals = line.rfind(" = "); line.starts_with("  ") && equals != std::string::npos) {
+          std::istringstream factors(line.substr(line.find(" = ") + 3, equals - line.find(" = ")));
+          std::int64_t product = 1, value = std::stoll(line.substr(equals + 3));
+          for (std::string f; factors >> f && f != "=";)
+            if (f != "x") product *= std::stoll(f);
+          CAPTURE(joined(what), line);
+          CHECK(product == value);
+          sum += value, ++n;
+        }
+        if (line.starts_with("  total ")) {
+          CHECK(std::stoll(line.substr(8)) == sum);
+          totals.push_back(std::stoll(line.substr(line.rfind(' ') + 1))), sum = 0;
+        }
+      }
+      CHECK(n > 20);
+      CHECK(totals == std::vector<std::int64_t>{row["cache_bytes"], row["prefill_flops"], row["decode_flops"],
+                          row["decode_bytes"], row["params"]});
+    }
+    refused({"cost", "--explain", "--json"}, 2, {"--explain"});
+  }
+}
+
 TEST_CASE("cli: costs beyond 2^64 are exact", "[cli]") {
   __extension__ typedef unsigned __int128 Wide;
   const std::string out =

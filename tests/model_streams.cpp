@@ -105,7 +105,7 @@ TEST_CASE("streams: prefill of K and decode, chunks, batches and the early stop 
 TEST_CASE("streams: counted FLOP, bytes and caches equal the formulas, and those equal counting", "[streams][cost]") {
   using Wide = unsigned __int128;
   std::vector<Config> configs = streamed();
-  configs.push_back(make_config("tiny", "parscale", {3, 0, 0, 5}));
+  configs.push_back(make_config("tiny", "parscale", {.layers = 3, .streams = 5}));
   for (const Config& c : configs) {
     const auto [P, m, smooth] = c.streams;
     const Toy toy(c, 3, Dtype::bf16);
@@ -161,10 +161,10 @@ TEST_CASE("a config says streams whole, on full stages of one loop, under labels
   CHECK(made.streams.count == 2);
   CHECK(made.streams.prefix == 48);
   CHECK(made.streams.smooth == 0.01);
-  CHECK(make_config("tiny", "parscale", {0, 0, 0, 7}).streams.count == 7);
-  CHECK_THROWS_AS(make_config("tiny", "transformer", {0, 0, 0, 2}), Usage);
-  CHECK_THROWS_AS(make_config("tiny", "parscale", {0, 0, 2, 0}), Usage);
-  CHECK_THROWS_AS(make_config("tiny", "parscale", {0, 8, 0, 0}), Usage);
+  CHECK(make_config("tiny", "parscale", {.streams = 7}).streams.count == 7);
+  CHECK_THROWS_AS(make_config("tiny", "transformer", {.streams = 2}), Usage);
+  CHECK_THROWS_AS(make_config("tiny", "parscale", {.loops = 2}), Usage);
+  CHECK_THROWS_AS(make_config("tiny", "parscale", {.window = 8}), Usage);
   CHECK(brief(read_config(config_json(made), "here")) == brief(made));
   CHECK(!config_json(make_config("tiny", "transformer", {})).contains("streams"));
   const auto refused = [&](const std::string& pointer, const Json& value, const std::string& says) {
