@@ -966,8 +966,10 @@ struct Cost : Subject {
     const Index B = batch, s = kv_bytes;
     const bool table = print.table();
     std::optional<Config> yoco_u;  // the reference of the ratios, in the same shape
-    if (model.empty() && shapes.config.empty() && shapes.over.layers % 2 == 0)
-      yoco_u = make_config(shapes.shape, "yoco-u", shapes.over);
+    ShapeOptions over = shapes.over;
+    over.streams = 0;  // which it has not
+    if (model.empty() && shapes.config.empty() && over.layers % 2 == 0)
+      yoco_u = make_config(shapes.shape, "yoco-u", over);
     std::vector<Json> rows, orders;
     for (const Config& c : configs()) {
       const Params p = count_params(c);

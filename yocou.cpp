@@ -796,11 +796,10 @@ class CpuEngine final : public Engine {
     const Index prefixes = c_.streams.count * c_.streams.prefix * c_.kv_dim();
     prefix_k_ = floats(prefixes), prefix_v_ = floats(prefixes), mix_ = floats(n);
     row_.resize(n);
+    if (options.halt > 0) state_ = floats(n * c_.dim);
     for (const Stage& s : c_.stages)
-      if (options.halt > 0 && s.loops > 1) {
-        state_ = floats(n * c_.dim);
+      if (options.halt > 0 && s.loops > 1)
         written_k_ = floats(s.layers * n * c_.kv_dim()), written_v_ = floats(s.layers * n * c_.kv_dim());
-      }
     if (c_.moe) {
       router_ = floats(n * c_.moe->experts), gathered_ = floats(routed * c_.dim);
       expert_gate_ = floats(routed * c_.moe->dim), expert_up_ = floats(routed * c_.moe->dim);
