@@ -443,8 +443,8 @@ struct Sequence {
   std::vector<Index> loops_run;  ///< of each position, where rows may halt
 };
 
-/// One stream of one sequence in the pass that is running: positions p0 .. p0+count-1, rows begin .. begin+count-1 of the
-/// pass. Those that have not halted are rows first .. first+n-1 of X: all of them, as a rule.
+/// One stream of one sequence in the pass that is running: positions p0 .. p0+count-1, rows begin .. begin+count-1 of
+/// the pass. Those that have not halted are rows first .. first+n-1 of X: all of them, as a rule.
 struct Slice {
   Sequence* sequence;
   Index first, n, p0;
@@ -460,9 +460,9 @@ struct Slice {
 inline constexpr Index key_tile = 64;  ///< keys per step of the online softmax, at multiples of 64; part of the result
 
 // [keys]
-/// What attention reads: the learned keys of the slice's stream, the cache up to the pass's first position, and from there
-/// on the pass's own fresh rows. A window stage must keep them apart, for in a ring the chunk's last rows overwrite what
-/// its first queries still see; full and shared stages append first and read everything from the cache.
+/// What attention reads: the learned keys of the slice's stream, the cache up to the pass's first position, and from
+/// there on the pass's own fresh rows. A window stage must keep them apart, for in a ring the chunk's last rows
+/// overwrite what its first queries still see; full and shared stages append first and read everything from the cache.
 struct KvView {
   Index cache;                       ///< which of the slice's caches
   Index reach;                       ///< W; or more than any position: all
@@ -488,8 +488,8 @@ struct AttentionScratch {
   std::vector<Run> runs;     ///< where the step's keys lie
 };
 
-/// Finds keys begin .. end-1 of KV head g, which count from the first of the prefix: learned rows, runs of the cache, then
-/// the fresh rows.
+/// Finds keys begin .. end-1 of KV head g, which count from the first of the prefix: learned rows, runs of the cache,
+/// then the fresh rows.
 void collect_runs(
     const Config& c, const Slice& slice, const KvView& kv, Index g, Index begin, Index end, std::vector<Run>& runs) {
   const Cache& cache = slice.caches[kv.cache];
@@ -885,8 +885,8 @@ class CpuEngine final : public Engine {
     std::iota(row_.begin(), row_.end(), 0);
   }
 
-  /// X [n,D] = embed[token] * embed_scale, alike for each of P streams; the rows' angles are formed here too, the same in
-  /// every loop.
+  /// X [n,D] = embed[token] * embed_scale, alike for each of P streams; the rows' angles are formed here too, the same
+  /// in every loop.
   void embed(std::span<const Segment> pass) {
     float* x = x_.floats();
     const float scale = static_cast<float>(c_.embed_scale);
@@ -962,7 +962,8 @@ class CpuEngine final : public Engine {
   }
   // [layer]
 
-  /// The keys and values before those of any position, in float32: 2 P m G dh numbers, read once a pass for all sequences.
+  /// The keys and values before those of any position, in float32: 2 P m G dh numbers, read once a pass for all
+  /// sequences.
   void load_prefixes(const Layer& w) {
     for (const auto& [prefix, to] : {std::pair{&w.prefix_k, &prefix_k_}, {&w.prefix_v, &prefix_v_}}) {
       widen(*prefix, 0, prefix->rows * prefix->cols, to->floats());
@@ -1115,8 +1116,9 @@ class CpuEngine final : public Engine {
     if (options_.halt > 0) std::copy_n(x_.floats(), rows_ * c_.dim, state_.floats());
   }
 
-  /// A layer's K or V [n,G dh] in its place among all rows of the pass. Those that have halted still stand there as this
-  /// layer wrote them in the last loop that they ran, whatever their ring has lost since: each later ring takes a copy.
+  /// A layer's K or V [n,G dh] in its place among all rows of the pass. Those that have halted still stand there as
+  /// this layer wrote them in the last loop that they ran, whatever their ring has lost since: each later ring takes a
+  /// copy.
   const float* in_place(Slab& written, Index layer, const float* rows) {
     const Index width = c_.kv_dim();
     float* all = written.floats() + layer * options_.max_rows * width;
@@ -1126,8 +1128,8 @@ class CpuEngine final : public Engine {
   // [halt]
 
   // [mix-streams]
-  /// A token's P rows h_p of a [P n,D] become one of a [n,D], sum over p of w_p h_p. With y [n,P D] = the h_p side by side
-  /// w [n,P] = softmax(silu(y w1^T + b1) w2^T + b2) (1 - e) + e/P: 2 P D^2 + 2 P D FLOP a token. X is free by now.
+  /// A token's P rows h_p of a [P n,D] become one of a [n,D], sum over p of w_p h_p. With y [n,P D] = the h_p side by
+  /// side w [n,P] = softmax(silu(y w1^T + b1) w2^T + b2) (1 - e) + e/P: 2 P D^2 + 2 P D FLOP a token. X is free by now.
   void mix_streams() {
     const Index P = c_.streams.count, D = c_.dim;
     float *a = a_.floats(), *y = x_.floats(), *w = mix_.floats();

@@ -104,7 +104,8 @@ struct Moe {
 };
 // [moe]
 
-/// ParScale (arXiv 2505.10475): a token is P rows, each behind learned keys of its stream, weighted before the one head.
+/// ParScale (arXiv 2505.10475): a token is P rows, each behind learned keys of its stream, weighted before the one
+/// head.
 struct Streams {
   Index count = 1;    ///< P
   Index prefix = 0;   ///< m: learned keys and values of a stream in each layer, before those of any position
@@ -435,8 +436,8 @@ Bill flops_bill(const Config&, Index p0, Index p1, Index wanted);
 /// Stored elements, loops counted once, embedding and head left out; with so many of the E experts.
 Bill params_bill(const Config&, Index experts);
 /// Bytes that the decode step of a batch after N tokens must read: each weight once per loop that uses it (of E experts
-/// at most min(E, batch x P x active)), the head, one embedding row a sequence, and every cached row that is seen; w bytes a
-/// weight, s bytes a cached number.
+/// at most min(E, batch x P x active)), the head, one embedding row a sequence, and every cached row that is seen; w bytes
+/// a weight, s bytes a cached number.
 Bill decode_bytes_bill(const Config&, Index N, Index batch, Index w, Index s);
 
 /// FLOP of positions p0, p0+1, .. of one sequence that ran so many loops each; the last gets logits.
@@ -517,8 +518,8 @@ struct Arch {
 const std::vector<Arch>& archs();                ///< all of them
 const Arch* find_arch(const std::string& name);  ///< the named one, or null
 Index looped_stage(const Config&);  ///< the one marked x T, in a custom config by its loops above 1; -1: not one
-/// Sets T of the stage that is marked x T; 0 keeps it. Returns its T, 1 when nothing loops. Throws Usage when there is no
-/// such stage.
+/// Sets T of the stage that is marked x T; 0 keeps it. Returns its T, 1 when nothing loops. Throws Usage when there is
+/// no such stage.
 Index set_loops(Config&, Index T);
 
 /// Overrides of a shape; 0: keep.
