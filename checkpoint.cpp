@@ -43,6 +43,8 @@ const std::vector<Arch>& archs() {
                        "O((N + W L) D)",     "O(L/2 N D)",           "O(L/2 (T N + W) D)"},
     {"upper-loop-unshared", 3, {{"self", window, true}, {"cross", shared, true, true, true}},
                        "O((T N + W L) D)",   "O(L/2 T N^2 D)",       "O(L/2 (T N + W) D)"},
+    {"parscale",    1, {{"layers", full, false}},
+                       "O(P L N D)",         "O(P L N^2 D)",         "O(P L N D)",          /*streams=*/true},
   };
   // [archs]
   return all;
@@ -54,10 +56,15 @@ const Arch* find_arch(const std::string& name) {
   return it == archs().end() ? nullptr : &*it;
 }
 
-Index set_loops(Config& c, Index T) {
+Index looped_stage(const Config& c) {
   const Arch* arch = find_arch(c.arch);
-  for (std::size_t s = 0; arch && s < arch->parts.size(); ++s)
-    if (arch->parts[s].looped) return T ? c.stages[s].loops = T : c.stages[s].loops;
+  const auto marked = [&](const Stage& s) { return arch ? arch->parts[&s - c.stages.data()].looped : s.loops > 1; };
+  if (std::ranges::count_if(c.stages, marked) != 1) return -1;
+  return std::ranges::find_if(c.stages, marked) - c.stages.begin();
+}
+
+Index set_loops(Config& c, Index T) {
+  if (const Index s = looped_stage(c); s >= 0) return T ? c.stages[s].loops = T : c.stages[s].loops;
   if (T) throw Usage("--loops: arch '" + c.arch + "' has no looped stage");
   return 1;
 }
@@ -86,8 +93,10 @@ Config make_config(const std::string& shape, const std::string& arch_name, const
   if (!arch) throw Usage("--arch: no architecture '" + arch_name + "'");
   if (p == std::end(shapes)) throw Usage("--shape: no shape '" + shape + "'");
   if (o.window && !arch->takes_window()) throw Usage("--window: arch '" + arch_name + "' has no window stage");
+  if (o.streams && !arch->streams) throw Usage("--streams: arch '" + arch_name + "' has no streams");
   Config c;
   c.arch = arch_name;
+  if (arch->streams) c.streams = {o.streams ? o.streams : 2, /*prefix=*/48, /*smooth=*/0.01};
   const auto either = [](Index over, Index own) { return over ? over : own; };
   c.vocab_size = either(o.vocab_size, p->V), c.dim = either(o.dim, p->D), c.ffn_dim = either(o.ffn_dim, p->F);
   c.heads = either(o.heads, p->H), c.kv_heads = either(o.kv_heads, p->G), c.head_dim = either(o.head_dim, p->dh);
@@ -110,7 +119,7 @@ Config make_config(const std::string& shape, const std::string& arch_name, const
 
 // [tensors]
 void for_each_tensor(const Config& c, Weights& w, const TensorVisit& visit) {
-  const Index D = c.dim;
+  const Index D = c.dim, P = c.streams.count;
   const auto swiglu = [&](const std::string& name, Ffn& f, Index F, Index E) {
     const auto stacked = [E](Index a, Index b) { return E ? Shape{E, a, b} : Shape{a, b}; };
     visit(name + "w_gate", stacked(F, D), f.gate);
@@ -128,6 +137,10 @@ void for_each_tensor(const Config& c, Weights& w, const TensorVisit& visit) {
         visit(name + "wk", Shape{c.kv_dim(), D}, l.wk);
         visit(name + "wv", Shape{c.kv_dim(), D}, l.wv);
       }
+      if (P > 1) {
+        visit(name + "prefix_k", Shape{P, c.streams.prefix, c.kv_dim()}, l.prefix_k);
+        visit(name + "prefix_v", Shape{P, c.streams.prefix, c.kv_dim()}, l.prefix_v);
+      }
       visit(name + "wo", Shape{D, c.q_dim()}, l.wo);
       visit(name + "ffn_norm", Shape{D}, l.ffn_norm);
       if (!c.moe) {
@@ -144,6 +157,12 @@ void for_each_tensor(const Config& c, Weights& w, const TensorVisit& visit) {
     visit("kv.wv", Shape{c.kv_dim(), D}, w.kv_wv);
   }
   visit("norm", Shape{D}, w.norm);
+  if (P > 1) {
+    visit("mix.w1", Shape{D, P * D}, w.mix_w1);
+    visit("mix.b1", Shape{D}, w.mix_b1);
+    visit("mix.w2", Shape{P, D}, w.mix_w2);
+    visit("mix.b2", Shape{P}, w.mix_b2);
+  }
   if (!c.tied_embeddings) visit("head", Shape{c.vocab_size, D}, w.head);
 }
 // [tensors]
@@ -304,6 +323,14 @@ void config_fields(Fields& f, Config& c) {
   } else {
     f.number("ffn_dim", c.ffn_dim, sizes);
   }
+  if (c.streams.count > 1 || f.has("streams")) {
+    if (f.has("streams")) c.streams.smooth = -1;  // there is no default
+    Fields s = f.inside("streams");
+    s.number("count", c.streams.count, {2, counts.high});
+    s.number("prefix", c.streams.prefix, sizes);
+    s.number("smooth", c.streams.smooth, {0, 1});
+    s.done();
+  }
   std::string pairing = c.rope_half ? "half" : "interleaved";
   f.number("norm_eps", c.norm_eps, {0, 1e38});  // these are float32 later
   f.number("rope_theta", c.rope_theta, {above_0, 1e38});
@@ -326,6 +353,8 @@ Config read_config(const Json& json, const std::string& path) {
   if (c.moe && c.moe->active > c.moe->experts)
     fail(where, ": moe: ", c.moe->active, " active experts of ", c.moe->experts);
   if (c.heads % c.kv_heads) fail(where, ": heads ", c.heads, " is not a multiple of kv_heads ", c.kv_heads);
+  const bool streams = c.streams.count > 1;
+  if (c.streams.smooth == 1) fail(where, ": streams: \"smooth\" must be below 1");
   std::set<std::string> names{"kv"};  // the global cache's prefix
   for (const Stage& s : c.stages) {
     const std::string at = where + ": stage " + quote(s.name);
@@ -333,6 +362,9 @@ Config read_config(const Json& json, const std::string& path) {
     if (s.name.empty() || std::ranges::any_of(s.name, odd))
       fail(at, ": a stage's name is printable ASCII, not empty, and has no dot");
     if (!names.insert(s.name).second) fail(at, ": another stage, or the global cache, has this name");
+    if (streams && (s.attention != Attention::full || s.loops > 1))
+      fail(at, ": streams take full stages of one loop, found ", s.loops, " x ",
+          attention_names[static_cast<std::size_t>(s.attention)]);
     if (s.rope && c.head_dim % 2) fail(at, ": head_dim ", c.head_dim, " is odd, RoPE needs pairs");
     if (s.attention == Attention::shared && &s != &c.stages.back()) fail(at, ": the one shared stage must be the last");
   }
@@ -340,6 +372,8 @@ Config read_config(const Json& json, const std::string& path) {
     return p.attention == s.attention && p.refresh == s.refresh_kv && (p.looped || s.loops == 1);
   };
   const Arch* arch = find_arch(c.arch);  // a label promises its stages
+  if (arch && arch->streams != streams)
+    fail(where, ": arch ", c.arch, arch->streams ? " needs" : " excludes", " the key \"streams\"");
   if (arch && !std::equal(arch->parts.begin(), arch->parts.end(), c.stages.begin(), c.stages.end(), fits))
     fail(where, ": \"arch\" says ", c.arch, ", the stages do not; \"custom\" fits any stages");
   return c;
@@ -455,12 +489,13 @@ Model load_model(const std::string& path) {
   return m;
 }
 
-/// Random numbers first .. first+count-1 of a tensor: gains 1, matrices uniform with variance 1/fan_in. A function of
-/// (seed, tensor, index) alone, so it does not depend on threads or on how the tensor is cut.
-void random_numbers(
-    std::uint64_t seed, std::uint64_t tensor, const Shape& shape, Dtype dtype, Index first, Index count, void* out) {
+/// Random numbers first .. first+count-1 of a tensor: gains 1, biases 0, matrices uniform with variance 1/fan_in. A
+/// function of (seed, tensor, index) alone, so it does not depend on threads or on how the tensor is cut.
+void random_numbers(std::uint64_t seed, std::uint64_t tensor, const std::string& name, const Shape& shape, Dtype dtype,
+    Index first, Index count, void* out) {
   constexpr Index piece = 4096;
-  const bool gain = shape.size() == 1;
+  const bool vector = shape.size() == 1;
+  const float constant = name.starts_with("mix.b") ? 0 : 1;
   const float range = static_cast<float>(std::sqrt(3.0 / static_cast<double>(shape.back())));
   const std::uint64_t stream = (seed * 0x9e3779b97f4a7c15u) ^ (tensor * 0xd1342543de82ef95u);
 #pragma omp parallel for schedule(static) if (count > 16 * piece)
@@ -472,7 +507,7 @@ void random_numbers(
       z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
       z = (z ^ z >> 27) * 0x94d049bb133111ebu;
       const float u = static_cast<float>((z ^ z >> 31) >> 40) * 0x1p-23f - 1.f;  // [-1, 1)
-      numbers[i] = gain ? 1.f : u * range;
+      numbers[i] = vector ? constant : u * range;
     }
     narrow(numbers, n, dtype, static_cast<char*>(out) + at * size_of(dtype));
   }
@@ -490,7 +525,7 @@ Model random_model(const Config& c, Dtype dtype, std::uint64_t seed) {
     m.memory.emplace_back(std::aligned_alloc(64, size), &std::free);
     void* data = m.memory.back().get();
     if (!data) fail("out of memory: tensor ", name, " of random weights takes ", t.bytes(), " bytes");
-    random_numbers(seed, number, shape, dtype, 0, t.rows * t.cols, data);
+    random_numbers(seed, number, name, shape, dtype, 0, t.rows * t.cols, data);
     t.data = data;
   });
   if (c.tied_embeddings) m.weights.head = m.weights.embed;
@@ -543,12 +578,12 @@ void write_random_checkpoint(const Config& c, Dtype dtype, std::uint64_t seed, c
   file.write(text.data(), text.size());
   std::vector<char> buffer;
   std::uint64_t number = 0;
-  for_each_tensor(c, w, [&](const std::string&, const Shape& shape, Tensor&) {
+  for_each_tensor(c, w, [&](const std::string& name, const Shape& shape, Tensor&) {
     const Tensor t = as_matrix(nullptr, dtype, shape);
     for (Index i = 0, count = t.rows * t.cols; i < count; i += 1 << 20) {
       const Index n = std::min<Index>(1 << 20, count - i);
       buffer.resize(static_cast<std::size_t>(n * size_of(dtype)));
-      random_numbers(seed, number, shape, dtype, i, n, buffer.data());
+      random_numbers(seed, number, name, shape, dtype, i, n, buffer.data());
       file.write(buffer.data(), buffer.size());
       stop_if_interrupted();
     }

@@ -71,11 +71,14 @@ void require_memory(const Exact& bytes, const std::string& what) {
 }
 
 /// About what an engine's buffers take for passes of n rows, logits included.
-Exact activation_bytes(const Config& c, Index n) {
+Exact activation_bytes(const Config& c, Index n, bool halts) {
   const Moe m = c.moe.value_or(Moe{});
   const Exact ffn = m.experts + Exact(m.active) * (c.dim + 2 * m.dim) + 2 * (m.shared_dim + c.ffn_dim);
-  return 4 * Exact(n) *
-         (2 * Exact(c.dim) + 2 * Exact(c.q_dim()) + 2 * Exact(c.kv_dim()) + c.head_dim + c.vocab_size + ffn);
+  const Index s = halts ? looped_stage(c) : -1;  // whose K and V of all layers are kept for a pass
+  const Exact kept = s < 0 ? Exact(0) : c.dim + 2 * Exact(c.stages[s].layers) * c.kv_dim();
+  const Exact row = 2 * Exact(c.dim) + 2 * Exact(c.q_dim()) + 2 * Exact(c.kv_dim()) + c.head_dim + ffn + kept;
+  const Exact prefixes = 2 * Exact(c.streams.count) * c.streams.prefix * c.kv_dim();
+  return 4 * (n * (c.streams.count * row + c.vocab_size) + prefixes);
 }
 
 /// A progress line on stderr, for work of more than a second: redrawn on a terminal, every ten seconds elsewhere.
@@ -228,17 +231,32 @@ CLI::Option* dtype(CLI::App& c, const char* name, auto& to, const std::vector<Dt
 inline constexpr Index batch_limit = Index{1} << 20;  ///< sequences
 inline constexpr Range<Index> from_0{0, sizes.high}, lengths{1, N_limit}, batches{1, batch_limit}, many{1, 1'000'000};
 
+/// Whether rows of a model can stop looping.
+bool can_halt(const Config& c) {
+  const Index s = looped_stage(c);
+  return s >= 0 && c.stages[s].attention == Attention::window;
+}
+
 /// How a model runs.
 struct RunOptions {
   std::string device = "cpu";
   Index given_chunk = 0, threads = 0;
   std::optional<Dtype> given_kv = {};
+  double halt = 0;  // A; 0: nothing halts
 
   void declare(CLI::App& c) {
     text(c, "--device", device, "where it runs")->check(CLI::IsMember({"cpu", "cuda"}));
     number(c, "--chunk", given_chunk, sizes, "tokens a prefill pass (default 512, on cuda 8192)");
     number(c, "--threads", threads, Range<Index>{0, 1024}, "0, the default: as many as there are");
     dtype(c, "--kv-dtype", given_kv, {Dtype::f32, Dtype::bf16}, "type of cached numbers (default f32, on cuda bf16)");
+  }
+  void declare_halt(CLI::App& c) {
+    number(c, "--halt", halt, Range<double>{above_0, 1},
+        "rows that a loop turns by less than this, over pi, loop no more");
+  }
+  /// Throws Usage where --halt means nothing.
+  void check_halt(const Config& c) const {
+    if (halt > 0 && !can_halt(c)) throw Usage("--halt: arch '" + c.arch + "' has no window stage that alone is looped");
   }
   bool cuda() const { return device == "cuda"; }
   Index chunk() const { return given_chunk ? given_chunk : cuda() ? 8192 : 512; }
@@ -268,11 +286,17 @@ struct CheckpointRun {
     number(c, "--loops", loops, counts,
         std::is_same_v<Loops, Index> ? "T of the looped stage" : "T of the looped stage, one or several: 1,2,3");
     how.declare(c);
+    how.declare_halt(c);
     print.declare(c, rows);
+  }
+  Model load() const {
+    Model m = load_model(model);
+    how.check_halt(m.config);
+    return m;
   }
   /// The model of a command that reads text.
   Model load_text() const {
-    Model m = load_model(model);
+    Model m = load();
     if (m.config.vocab_size < 256) fail(model, ": byte text needs vocab_size >= 256, found ", m.config.vocab_size);
     return m;
   }
@@ -311,6 +335,7 @@ struct ShapeGroup {
     replace("--ffn-dim", over.ffn_dim, sizes, "F"), replace("--vocab", over.vocab_size, sizes, "V");
     file = text(c, "--config", config, "a file with a model's config in JSON, in place of a shape")->check(filled);
     number(c, "--loops", over.loops, counts, "T of the looped stage");
+    given.push_back(number(c, "--streams", over.streams, Range<Index>{2, counts.high}, "P of parscale (default 2)"));
   }
   /// Throws Usage where both `one` and any of the others are given.
   static void exclude(const CLI::Option* one, const std::vector<CLI::Option*>& others) {
@@ -356,13 +381,24 @@ struct Subject {
     number(c, "--batch", batch, batches, "sequences");
     print.declare(c);
   }
-  std::vector<Config> configs() const {
+  /// The configs; of all architectures, without --arch, those that can run so.
+  std::vector<Config> configs(const RunOptions& how = {}) const {
     ShapeGroup::exclude(checkpoint, shapes.given);
     ShapeGroup::exclude(checkpoint, {shapes.file});
-    if (model.empty()) return shapes.configs();
-    Config c = load_model(model).config;
-    set_loops(c, shapes.over.loops);
-    return {c};
+    if (!model.empty()) {
+      Config c = load_model(model).config;
+      how.check_halt(c);
+      set_loops(c, shapes.over.loops);
+      return {c};
+    }
+    std::vector<Config> all = shapes.configs();
+    const auto cannot = [&](const Config& c) {
+      return (how.cuda() && c.streams.count > 1) || (how.halt > 0 && !can_halt(c));
+    };
+    if (shapes.arch.empty() && shapes.config.empty()) std::erase_if(all, cannot);
+    if (all.empty()) throw Usage("no architecture takes all of these options");
+    for (const Config& c : all) how.check_halt(c);
+    return all;
   }
 };
 
@@ -450,8 +486,9 @@ struct Session {
       : config(c), how(o) {
     if (o.threads) set_thread_count(o.threads);
     const Index rows = std::max(std::min(o.chunk(), prompt), sequences);
-    const EngineOptions options{o.kv_dtype(), rows, tokens * sequences, sequences};
+    const EngineOptions options{o.kv_dtype(), rows, tokens * sequences, sequences, o.halt};
     if (o.cuda()) {
+      if (c.streams.count > 1 || o.halt > 0) fail("--device cuda: streams and --halt run on the CPU only");
 #ifdef YOCOU_CUDA
       engine = make_cuda_engine(c, w, options);
 #else
@@ -459,7 +496,7 @@ struct Session {
 #endif
     } else {
       const Exact caches = Exact(sequences) * cache_bytes(c, tokens, size_of(options.kv_dtype));
-      require_memory(caches + activation_bytes(c, rows),
+      require_memory(caches + activation_bytes(c, rows, o.halt > 0),
           "a run of " + std::to_string(tokens) + " tokens x " + std::to_string(sequences));
       engine = make_cpu_engine(c, w, options);
     }
@@ -483,6 +520,12 @@ struct Session {
     return drawn;
   }
 };
+
+/// The mean of the loops that positions ran.
+double mean_loops(std::span<const Index> loops_run) {
+  const Index sum = std::accumulate(loops_run.begin(), loops_run.end(), Index{0});
+  return static_cast<double>(sum) / static_cast<double>(loops_run.size());
+}
 
 /// A text, or a file in its place.
 struct TextOption {
@@ -560,16 +603,18 @@ struct Generate : CheckpointRun<> {
     }
     if (terminal) put(shown.rest() + "\n");
     const Index bytes = session.engine->cache_bytes();
-    if (print.json)
-      put(dump({{"text", text}, {"tokens", tokens}, {"seed", random.seed}, {"prompt_tokens", prompted},
-              {"cache_bytes", bytes}}) +
-          "\n");
+    const double loops_run = how.halt > 0 ? mean_loops(session.engine->loops_run(sequence)) : 0;
+    Json result = {
+        {"text", text}, {"tokens", tokens}, {"seed", random.seed}, {"prompt_tokens", prompted}, {"cache_bytes", bytes}};
+    if (how.halt > 0) result["mean_loops"] = loops_run;
+    if (print.json) put(dump(result) + "\n");
     const auto rate = [](Index count, double seconds) {
       return cell(static_cast<double>(count) / std::max(seconds, 1e-9)) + " tok/s";
     };
     const std::string decoding = decoded ? ", " + rate(decoded, decode_seconds) : "";
     std::cerr << "prompt " << prompted << " tokens, " << rate(prompted, prompt_seconds) << "; decode " << decoded
-              << " steps" << decoding << "; cache " << bytes << " bytes; seed " << random.seed << "\n";
+              << " steps" << decoding << "; cache " << bytes << " bytes; "
+              << (how.halt > 0 ? "mean loops " + cell(loops_run) + "; " : "") << "seed " << random.seed << "\n";
     stop_if_interrupted();
   }
 };
@@ -599,9 +644,12 @@ struct Score : CheckpointRun<std::vector<Index>> {
     const std::vector<int> tokens = bytes_to_tokens(file.text(), path, 2);
     const Index N = std::ssize(tokens), V = m.config.vocab_size;
     std::vector<Json> rows, positions;
+    const Config stored = m.config;
     for (const Index given : loops) {
+      m.config = stored;  // at T = 1 a custom config no longer says which stage is looped
       const Index T = set_loops(m.config, given);
       Session session(m.config, m.weights, how, N, N);
+      const int sequence = session.engine->open();
       std::vector<double> bits(static_cast<std::size_t>(N - 1));
       Progress progress("score", N);
       const auto use = [&](Index first, Index n, const float* logits) {
@@ -609,12 +657,13 @@ struct Score : CheckpointRun<std::vector<Index>> {
           bits[i] = surprise({logits + (i - first) * V, static_cast<std::size_t>(V)}, tokens[i + 1]);
         progress(first + n);
       };
-      forward_all(*session.engine, m.config, session.engine->open(), tokens, how.chunk(), use);
+      forward_all(*session.engine, m.config, sequence, tokens, how.chunk(), use);
       const auto mean = [&](Index from, Index to) {
         return std::accumulate(bits.begin() + from, bits.begin() + to, 0.0) / static_cast<double>(to - from);
       };
       const double all = mean(0, N - 1);
       rows.push_back({{"loops", T}, {"predictions", N - 1}, {"bits_per_byte", all}, {"perplexity", std::exp2(all)}});
+      if (how.halt > 0) rows.back()["mean_loops"] = mean_loops(session.engine->loops_run(sequence));
       for (Index from = 1; from < N; from *= 2) {  // by position of the byte predicted, in doubling ranges
         const Index to = std::min(2 * from, N);
         positions.push_back({{"loops", T}, {"from", from}, {"to", to - 1}, {"bits_per_byte", mean(from - 1, to - 1)}});
@@ -659,7 +708,7 @@ struct LogitRows : CheckpointRun<> {
 
   void operator()() {
     const std::string_view words = list.read("--tokens");
-    Model m = load_model(model);
+    Model m = load();
     set_loops(m.config, loops);
     const Index V = m.config.vocab_size;
     const std::vector<int> tokens = read_tokens(words, V, list.text ? "--tokens" : list.path);
@@ -689,12 +738,18 @@ struct LogitRows : CheckpointRun<> {
       if (!last) show(i, 1, row);
     }
     if (last) show(N - 1, 1, row);
-    if (print.json) put("]}\n");
+    const Json ran(engine.loops_run(sequence));
+    if (print.json) put("]" + (how.halt > 0 ? ",\"loops\":" + dump(ran) : "") + "}\n");
   }
 };
 
 /// `yocou eval`
 struct Eval : CheckpointRun<std::vector<Index>> {
+  /// How tasks went: one, or several together.
+  struct Tally {
+    Index count = 0, correct = 0;       ///< of tasks
+    std::vector<Index> loops_run = {};  ///< of their positions, with --halt
+  };
   std::string path = {}, by = {};
 
   void declare(CLI::App& c) {
@@ -713,34 +768,37 @@ struct Eval : CheckpointRun<std::vector<Index>> {
     for (const Task& t : tasks)
       longest = std::max(longest, std::ssize(t.prompt) + std::ssize(t.answer)), prompts += std::ssize(t.prompt);
     std::vector<Json> rows;
+    const Config stored = m.config;
     for (const Index given : loops) {
+      m.config = stored;  // at T = 1 a custom config no longer says which stage is looped
       const Index T = set_loops(m.config, given);
       Session session(m.config, m.weights, how, prompts, longest, std::min(together, std::ssize(tasks)));
-      std::vector<char> right(tasks.size());
+      std::vector<Tally> went(tasks.size());
       Progress progress("eval", std::ssize(tasks));
       for (Index first = 0, last = 0; first < std::ssize(tasks); first = last) {
         for (Index sum = 0; last < std::ssize(tasks) && last - first < together; ++last)
           if ((sum += std::ssize(tasks[last].prompt)) > how.chunk() && last > first) break;
-        answer(session, std::span(tasks).subspan(first, last - first), &right[first]);
+        answer(session, std::span(tasks).subspan(first, last - first), &went[first]);
         progress(last);
       }
-      std::map<Json, std::pair<Index, Index>> tally;  // by group: tasks, and those answered right
+      std::map<Json, Tally> groups;
       for (std::size_t i = 0; i < tasks.size(); ++i) {
-        auto& [count, good] = tally[Json::parse(tasks[i].group)];
-        ++count, good += right[i], correct += right[i];
+        Tally& group = groups[Json::parse(tasks[i].group)];
+        group.count += went[i].count, group.correct += went[i].correct, correct += went[i].correct;
+        group.loops_run.insert(group.loops_run.end(), went[i].loops_run.begin(), went[i].loops_run.end());
       }
-      for (const auto& [group, counted] : tally) {
-        const auto [count, good] = counted;
-        rows.push_back({{"loops", T}, {"group", group}, {"count", count}, {"correct", good},
-            {"accuracy", static_cast<double>(good) / static_cast<double>(count)}});
+      for (const auto& [name, group] : groups) {
+        rows.push_back({{"loops", T}, {"group", name}, {"count", group.count}, {"correct", group.correct},
+            {"accuracy", static_cast<double>(group.correct) / static_cast<double>(group.count)}});
+        if (how.halt > 0) rows.back()["mean_loops"] = mean_loops(group.loops_run);
       }
     }
     const Index total = std::ssize(tasks) * std::ssize(loops);
     put_rows(rows, print, {{"accuracy", static_cast<double>(correct) / static_cast<double>(total)}, {"count", total}});
   }
 
-  /// Greedy completions of some tasks, prompts and decode steps batched. right[i] = 1 for an exact match.
-  static void answer(Session& session, std::span<const Task> tasks, char* right) {
+  /// Greedy completions of some tasks, prompts and decode steps batched.
+  static void answer(Session& session, std::span<const Task> tasks, Tally* went) {
     Engine& engine = *session.engine;
     std::vector<float>& logits = session.logits;
     const std::size_t V = static_cast<std::size_t>(session.config.vocab_size), count = tasks.size();
@@ -768,7 +826,11 @@ struct Eval : CheckpointRun<std::vector<Index>> {
       });
       if (!open.empty()) decode(engine, who, next, logits.data());
     }
-    for (std::size_t i = 0; i < count; ++i) right[i] = written[i] == tasks[i].answer, engine.close(pass[i].sequence);
+    for (std::size_t i = 0; i < count; ++i) {
+      const auto ran = engine.loops_run(pass[i].sequence);
+      went[i] = {1, written[i] == tasks[i].answer, {ran.begin(), ran.end()}};
+      engine.close(pass[i].sequence);
+    }
   }
 };
 
@@ -787,7 +849,7 @@ struct Trace : CheckpointRun<> {
     const Config& c = m.config;
     const std::vector<int> tokens = bytes_to_tokens(prompt, "the prompt");
     struct Sums {
-      Index stage, loop, layer;
+      Index stage, loop, layer, rows = 0;
       double norm = 0, angle = 0, loop_cosine = 0;
       std::vector<Index> load = {};
     };
@@ -796,34 +858,40 @@ struct Trace : CheckpointRun<> {
     std::size_t next = 0;
     const Index D = c.dim, N = std::ssize(tokens);
     Session session(c, m.weights, how, N, N);
-    const auto dot = [D](const float* a, const float* b) { return std::inner_product(a, a + D, b, 0.0); };
-    const auto cosine = [&](const float* a, const float* b) {
-      const double norms = std::sqrt(dot(a, a) * dot(b, b));
-      return norms > 0 ? std::clamp(dot(a, b) / norms, -1.0, 1.0) : 1.0;
-    };
     const auto ends_loop = [&](const auto& a) { return a.stage >= 0 && a.layer + 1 == c.stages[a.stage].layers; };
     session.engine->on_layer = [&](const Application& a) {
-      if (a.stage < 0) next = 0;  // a chunk begins
+      if (a.stage < 0) {  // a chunk begins
+        next = 0;
+        before.assign(a.x.begin(), a.x.end());
+        loop_before = before;
+      }
       if (next == applications.size()) applications.push_back({a.stage, a.loop, a.layer});
       Sums& sums = applications[next++];
       sums.load.resize(a.expert_load.size());
       std::ranges::transform(a.expert_load, sums.load, sums.load.begin(), std::plus<>());
-      for (Index i = 0; i < std::ssize(a.x); i += D) {
-        sums.norm += std::sqrt(dot(&a.x[i], &a.x[i]) / static_cast<double>(D));
-        if (a.stage >= 0) sums.angle += std::acos(cosine(&a.x[i], &before[i])) / M_PI;
-        if (a.loop > 0 && ends_loop(a)) sums.loop_cosine += cosine(&a.x[i], &loop_before[i]);
+      const Index n = std::ssize(a.x) / D;
+      sums.rows += n;
+      for (Index i = 0; i < n; ++i) {
+        const Index at = (a.rows.empty() ? i : a.rows[i]) * D;  // its place among all rows of the pass
+        const std::span<const float> x = a.x.subspan(i * D, D);
+        const std::span<float> old(&before[at], D), loop_old(&loop_before[at], D);
+        sums.norm += std::sqrt(std::inner_product(x.begin(), x.end(), x.begin(), 0.0) / static_cast<double>(D));
+        if (a.stage >= 0) sums.angle += std::acos(cosine(x, old)) / M_PI;
+        if (a.loop > 0 && ends_loop(a)) sums.loop_cosine += cosine(x, loop_old);
+        std::ranges::copy(x, old.begin());
+        if (ends_loop(a)) std::ranges::copy(x, loop_old.begin());
       }
-      before.assign(a.x.begin(), a.x.end());
-      if (ends_loop(a)) loop_before = before;
     };
     forward_all(*session.engine, c, session.engine->open(), tokens, how.chunk(), [](Index, Index, const float*) {});
     std::vector<Json> rows;
     for (const Sums& a : applications) {
-      const auto mean = [N](double sum, bool there) { return there ? Json(sum / static_cast<double>(N)) : Json(); };
+      const auto mean = [&](double sum, bool there) {
+        return there && a.rows > 0 ? Json(sum / static_cast<double>(a.rows)) : Json();
+      };
       Json load;  // share of the tokens' choices; one cell in a table
       Names words;
       for (const Index l : a.load) {
-        const double share = static_cast<double>(l) / static_cast<double>(N * c.moe->active);
+        const double share = static_cast<double>(l) / static_cast<double>(std::max<Index>(1, a.rows * c.moe->active));
         load.push_back(share), words.push_back(cell(std::round(share * 1000) / 1000));
       }
       if (!print.json && !words.empty()) load = join(words, " ");
@@ -831,6 +899,7 @@ struct Trace : CheckpointRun<> {
           {"loop", a.loop}, {"layer", a.layer}, {"norm", mean(a.norm, true)},
           {"angular_distance", mean(a.angle, a.stage >= 0)},
           {"loop_cosine", mean(a.loop_cosine, a.loop > 0 && ends_loop(a))}, {"router_load", load}});
+      if (how.halt > 0) rows.back()["rows"] = a.rows;
     }
     put_rows(rows, print);
   }
@@ -897,8 +966,10 @@ struct Cost : Subject {
     const Index B = batch, s = kv_bytes;
     const bool table = print.table();
     std::optional<Config> yoco_u;  // the reference of the ratios, in the same shape
-    if (model.empty() && shapes.config.empty() && shapes.over.layers % 2 == 0)
-      yoco_u = make_config(shapes.shape, "yoco-u", shapes.over);
+    ShapeOptions over = shapes.over;
+    over.streams = 0;  // which it has not
+    if (model.empty() && shapes.config.empty() && over.layers % 2 == 0)
+      yoco_u = make_config(shapes.shape, "yoco-u", over);
     std::vector<Json> rows, orders;
     for (const Config& c : configs()) {
       const Params p = count_params(c);
@@ -982,6 +1053,7 @@ struct Phase {
   double seconds;
   Counters work;
   Index cache_bytes, global_rows;
+  std::vector<std::vector<Index>> loops_run;  ///< of each sequence's positions so far, with --halt
 };
 
 /// What verify and bench do: open as many sequences as the session is for, prefill N tokens of each, and run decode
@@ -997,7 +1069,12 @@ void experiment(
     const Counters before = engine.counters;
     const auto start = Clock::now();
     work();
-    phases.push_back({seconds_since(start), engine.counters - before, engine.cache_bytes(), engine.global_rows()});
+    const double seconds = seconds_since(start);
+    phases.push_back({seconds, engine.counters - before, engine.cache_bytes(), engine.global_rows(), {}});
+    for (const int sequence : sequences) {
+      const auto ran = engine.loops_run(sequence);
+      phases.back().loops_run.emplace_back(ran.begin(), ran.end());
+    }
   };
   phase([&] {
     for (Index b = 0; b < B; ++b) sequences.push_back(engine.open());
@@ -1019,11 +1096,12 @@ struct Verify : Measured {
   Verify() : Measured{{{}, {"tiny"}, {1, 63, 64, 65, 255, 256, 257, 300}}} {}
   void declare(CLI::App& c) {
     Measured::declare(c);
+    how.declare_halt(c);
     c.add_flag("--allocate-only", allocate_only, "allocate the caches of N tokens, run nothing");
   }
 
   void operator()() const {
-    const std::vector<Config> all = configs();
+    const std::vector<Config> all = configs(how);
     std::vector<Json> rows;
     Progress progress("verify", std::ssize(all) * std::ssize(N));
     Index done = 0;
@@ -1084,11 +1162,17 @@ struct Verify : Measured {
     const Phase &opened = phases[0], &prefilled = phases[1], &end = phases.back();
     add("ring_bytes", 0, rings, opened.cache_bytes);  // an empty sequence holds its rings, whole, and no block
     add("cache_bytes_prefill", N, cache_bytes(c, N, s), prefilled.cache_bytes);
-    add("prefill_flops", N, prefill_flops(c, N), prefilled.work.flops);
+    const auto add_flops = [&](const char* quantity, Index p0, Index n, const Exact& each, std::uint64_t measured) {
+      Exact formula = 0;  // of positions p0 .. p0+n-1; where rows may halt, by the loops that they ran
+      for (const std::vector<Index>& ran : end.loops_run)
+        formula += how.halt > 0 ? halting_flops(c, p0, std::span(ran).subspan(p0, n)) : each;
+      rows.push_back(comparison(quantity, c, p0 == 0 ? n : p0, formula, static_cast<Index>(measured)));
+    };
+    add_flops("prefill_flops", 0, N, prefill_flops(c, N), prefilled.work.flops);
     add("cross_positions", N, cross, prefilled.work.cross_positions);
     add("global_rows", N, global * N, prefilled.global_rows);
     for (Index k = 0; k < steps; ++k)
-      add("decode_flops", N + k, decode_flops(c, N + k), phases[static_cast<std::size_t>(2 + k)].work.flops);
+      add_flops("decode_flops", N + k, 1, decode_flops(c, N + k), phases[static_cast<std::size_t>(2 + k)].work.flops);
     add("cache_bytes_decode", N + steps, cache_bytes(c, N + steps, s), end.cache_bytes);
     add("global_rows", N + steps, global * (N + steps), end.global_rows);
   }
@@ -1124,7 +1208,7 @@ struct Bench : Measured {
   }
 
   void operator()() const {
-    const std::vector<Config> all = configs();
+    const std::vector<Config> all = configs(how);
     if (how.threads) set_thread_count(how.threads);
     const Limits limits = measure_limits();
     std::vector<Json> rows;

@@ -474,17 +474,22 @@ class Cache {
   std::vector<Slab> blocks_;
 };
 
-/// One sequence: how many tokens it holds, and its caches in the order of Plan::cache().
+/// One sequence: how many tokens it holds, and its caches in the order of Plan::kept, stream after stream.
 struct Sequence {
   Index length = 0;
   std::vector<Cache> caches;
+  std::vector<Index> loops_run;  ///< of each position, where rows may halt
 };
 
-/// One sequence's rows in the pass that is running: rows first .. first+n-1 of X, at positions p0 .. p0+n-1.
+/// One stream of one sequence in the pass that is running: positions p0 .. p0+count-1, rows begin .. begin+count-1 of
+/// the pass. Those that have not halted are rows first .. first+n-1 of X: all of them, as a rule.
 struct Slice {
   Sequence* sequence;
   Index first, n, p0;
   Logits want;
+  Index stream;             ///< 0 .. P-1
+  std::span<Cache> caches;  ///< of the stream
+  Index begin, count;
 };
 
 // =====================================================================================================================
@@ -493,13 +498,15 @@ struct Slice {
 inline constexpr Index key_tile = 64;  ///< keys per step of the online softmax, at multiples of 64; part of the result
 
 // [keys]
-/// What attention reads: the cache up to the pass's first position, and from there on the pass's own fresh rows. A window
-/// stage must keep them apart, for in a ring the chunk's last rows overwrite what its first queries still see; full and
-/// shared stages append first and read everything from the cache.
+/// What attention reads: the learned keys of the slice's stream, the cache up to the pass's first position, and from
+/// there on the pass's own fresh rows. A window stage must keep them apart, for in a ring the chunk's last rows
+/// overwrite what its first queries still see; full and shared stages append first and read everything from the cache.
 struct KvView {
-  Index cache;         ///< which of the sequence's caches
-  Index reach;         ///< W; or more than any position: all
-  const float *K, *V;  ///< [n,G dh], fresh; null when everything is cached
+  Index cache;                       ///< which of the slice's caches
+  Index reach;                       ///< W; or more than any position: all
+  const float *K, *V;                ///< [n,G dh], fresh, a row for each of the pass; null when everything is cached
+  const float *prefix_K, *prefix_V;  ///< [P m,G dh], the first keys of each stream: no position, seen by every query
+  const Index* row;                  ///< [n] which row of the pass a query is
 };
 // [keys]
 
@@ -519,17 +526,22 @@ struct AttentionScratch {
   std::vector<Run> runs;     ///< where the step's keys lie
 };
 
-/// Finds positions begin .. end-1 of KV head g: runs of the cache, then the fresh rows.
+/// Finds keys begin .. end-1 of KV head g, which count from the first of the prefix: learned rows, runs of the cache,
+/// then the fresh rows.
 void collect_runs(
     const Config& c, const Slice& slice, const KvView& kv, Index g, Index begin, Index end, std::vector<Run>& runs) {
-  const Cache& cache = slice.sequence->caches[kv.cache];
-  const Index cached = kv.K ? slice.p0 : slice.p0 + slice.n;
+  const Cache& cache = slice.caches[kv.cache];
+  const Index m = c.streams.prefix, cached = m + (kv.K ? slice.p0 : slice.p0 + slice.count);
+  const auto row = [&](Index i) { return (i * c.kv_heads + g) * c.head_dim; };
   runs.clear();
   for (Index j = begin; j < end; j += runs.back().count)
-    if (j < cached) {
-      runs.push_back(cache.run(g, j, std::min(end, cached)));
+    if (j < m) {
+      const Index first = row(slice.stream * m + j);
+      runs.push_back({kv.prefix_K + first, kv.prefix_V + first, std::min(end, m) - j, c.kv_dim(), Dtype::f32});
+    } else if (j < cached) {
+      runs.push_back(cache.run(g, j - m, std::min(end, cached) - m));
     } else {
-      const Index first = ((slice.first + j - slice.p0) * c.kv_heads + g) * c.head_dim;
+      const Index first = row(slice.begin + j - m - slice.p0);
       runs.push_back({kv.K + first, kv.V + first, end - j, c.kv_dim(), Dtype::f32});
     }
 }
@@ -645,7 +657,10 @@ std::uint64_t attention_tile(const Config& c, const Slice& slice, const KvView& 
   std::fill_n(t.max, rows, -infinity);
   std::fill_n(t.sum, rows, 0.f);
 
-  const Index p = slice.p0 + i0, low = std::max<Index>(0, p - kv.reach + 1), high = p + n;  // keys of the whole tile
+  const auto own_key = [&](Index i) {  // the last that query i0 + i sees; keys count from the first of the prefix
+    return c.streams.prefix + slice.p0 + kv.row[slice.first + i0 + i] - slice.begin;
+  };
+  const Index low = std::max<Index>(0, own_key(0) - kv.reach + 1), high = own_key(n - 1) + 1;  // of the whole tile
   std::uint64_t admitted = 0;
   with_width([&](auto width) {
     for (Index j0 = low / key_tile * key_tile; j0 < high; j0 += key_tile) {
@@ -657,7 +672,7 @@ std::uint64_t attention_tile(const Config& c, const Slice& slice, const KvView& 
         column += run.count;
       }
       for (Index r = 0; r < rows; ++r) {
-        const Index q = p + r / heads, from = std::clamp(q - kv.reach + 1, begin, end),
+        const Index q = own_key(r / heads), from = std::clamp(q - kv.reach + 1, begin, end),
                     to = std::max(std::min(end, q + 1), from);
         softmax_step(t.scores + r * key_tile, from - j0, to - j0, t.max[r], t.sum[r], t.o + r * dh, dh);
         admitted += static_cast<std::uint64_t>(to - from);
@@ -765,6 +780,17 @@ void route(const Moe& moe, const float* logits, Index* chosen, float* weight) {
 }
 // [route]
 
+double cosine(std::span<const float> a, std::span<const float> b) {
+  double ab = 0, aa = 0, bb = 0;
+  for (std::size_t d = 0; d < a.size(); ++d) {
+    ab += double{a[d]} * b[d];
+    aa += double{a[d]} * a[d];
+    bb += double{b[d]} * b[d];
+  }
+  const double norms = std::sqrt(aa * bb);
+  return norms > 0 ? std::clamp(ab / norms, -1.0, 1.0) : 1;
+}
+
 int greedy(std::span<const float> logits) {
   return static_cast<int>(std::max_element(logits.begin(), logits.end()) - logits.begin());
 }
@@ -796,13 +822,20 @@ class CpuEngine final : public Engine {
  public:
   CpuEngine(const Config& config, const Weights& weights, const EngineOptions& options)
       : c_(config), w_(weights), options_(options), plan_(config) {
-    const Index n = options.max_rows, routed = c_.moe ? n * c_.moe->active : 0;
+    const Index n = options.max_rows * c_.streams.count, routed = c_.moe ? n * c_.moe->active : 0;
     const Index F = std::max(c_.moe ? c_.moe->shared_dim : c_.ffn_dim, Index{1});
     const auto floats = [&](Index count) { return Slab(arena_, count * 4, Use::activation); };
     x_ = floats(n * c_.dim), a_ = floats(n * c_.dim), q_ = floats(n * c_.q_dim()), o_ = floats(n * c_.q_dim());
     k_ = floats(n * c_.kv_dim()), v_ = floats(n * c_.kv_dim());
     cos_ = floats(n * c_.head_dim / 2 + 1), sin_ = floats(n * c_.head_dim / 2 + 1);
     gate_ = floats(n * F), up_ = floats(n * F);
+    const Index prefixes = c_.streams.count * c_.streams.prefix * c_.kv_dim();
+    prefix_k_ = floats(prefixes), prefix_v_ = floats(prefixes), mix_ = floats(n);
+    row_.resize(n);
+    if (options.halt > 0) state_ = floats(n * c_.dim);
+    for (const Stage& s : c_.stages)
+      if (options.halt > 0 && s.loops > 1)
+        written_k_ = floats(s.layers * n * c_.kv_dim()), written_v_ = floats(s.layers * n * c_.kv_dim());
     if (c_.moe) {
       router_ = floats(n * c_.moe->experts), gathered_ = floats(routed * c_.dim);
       expert_gate_ = floats(routed * c_.moe->dim), expert_up_ = floats(routed * c_.moe->dim);
@@ -825,7 +858,8 @@ class CpuEngine final : public Engine {
 
   int open() override {
     auto sequence = std::make_unique<Sequence>();
-    for (const Kept& kept : plan_.kept) sequence->caches.emplace_back(arena_, c_, options_.kv_dtype, kept.window);
+    for (Index p = 0; p < c_.streams.count; ++p)
+      for (const Kept& kept : plan_.kept) sequence->caches.emplace_back(arena_, c_, options_.kv_dtype, kept.window);
     const auto free = std::find(sequences_.begin(), sequences_.end(), nullptr);
     const auto number = free - sequences_.begin();
     if (free == sequences_.end()) sequences_.emplace_back();
@@ -838,6 +872,7 @@ class CpuEngine final : public Engine {
   }
   Index cache_bytes() const override { return arena_.live(Use::cache); }
   Index global_rows() const override { return global_rows_; }
+  std::span<const Index> loops_run(int sequence) const override { return sequences_.at(sequence)->loops_run; }
   const Arena& arena() const { return arena_; }
 
   // [forward]
@@ -872,28 +907,40 @@ class CpuEngine final : public Engine {
           fail("token ", token, " is outside the vocabulary 0..", c_.vocab_size - 1);
       const auto same = [&](const Slice& p) { return p.sequence == &sequence; };
       if (std::ranges::any_of(slices_, same)) throw std::logic_error("a sequence occurs twice in a pass");
-      if (rows_ + n > options_.max_rows) throw std::logic_error("a pass has more rows than the engine was made for");
-      slices_.push_back({&sequence, rows_, n, sequence.length, segment.want});
-      rows_ += n;
+      const Index P = c_.streams.count;
+      if (rows_ + P * n > P * options_.max_rows)
+        throw std::logic_error("a pass has more tokens than the engine was made for");
+      for (Index p = 0; p < P; ++p, rows_ += n)
+        slices_.push_back({&sequence, rows_, n, sequence.length, segment.want, p,
+            std::span(sequence.caches).subspan(p * plan_.kept.size(), plan_.kept.size()), rows_, n});
     }
-    for (const Slice& slice : slices_)
-      for (Cache& cache : slice.sequence->caches) cache.grow(slice.p0 + slice.n);
+    for (const Slice& slice : slices_) {
+      for (Cache& cache : slice.caches) cache.grow(slice.p0 + slice.n);
+      if (options_.halt > 0) slice.sequence->loops_run.resize(slice.p0 + slice.n, 1);
+    }
+    std::iota(row_.begin(), row_.end(), 0);
   }
 
-  /// X [n,D] = embed[token] * embed_scale; the rows' angles are formed here too, the same in every loop.
+  /// X [n,D] = embed[token] * embed_scale, alike for each of P streams; the rows' angles are formed here too, the same
+  /// in every loop.
   void embed(std::span<const Segment> pass) {
     float* x = x_.floats();
     const float scale = static_cast<float>(c_.embed_scale);
     for (const Segment& segment : pass)
-      for (int token : segment.tokens)
-        with_type(w_.embed.dtype, [&](auto num) {
-          const auto* row = static_cast<const decltype(num)*>(w_.embed.data) + token * c_.dim;
-          for (Index d = 0; d < c_.dim; ++d) *x++ = to_float(row[d]) * scale;
-        });
+      for (Index p = 0; p < c_.streams.count; ++p)
+        for (int token : segment.tokens)
+          with_type(w_.embed.dtype, [&](auto num) {
+            const auto* row = static_cast<const decltype(num)*>(w_.embed.data) + token * c_.dim;
+            for (Index d = 0; d < c_.dim; ++d) *x++ = to_float(row[d]) * scale;
+          });
+    form_angles();
+    remember();
+    show({}, /*embeddings=*/true);
+  }
+  void form_angles() {
     const auto rotates = [](const Stage& s) { return s.rope; };
     if (std::any_of(c_.stages.begin(), c_.stages.end(), rotates))
       rope_angles(frequency_, slices_, cos_.floats(), sin_.floats());
-    show({}, /*embeddings=*/true);
   }
 
   // [global-kv]
@@ -904,7 +951,7 @@ class CpuEngine final : public Engine {
     rms_norm(x_.floats(), w_.kv_norm, eps(), rows_, a_.floats());
     multiply({{a_.floats(), rows_, w_.kv_wk, k_.floats()}, {a_.floats(), rows_, w_.kv_wv, v_.floats()}});
     if (stage.rope) rope(c_, c_.kv_heads, rows_, cos_.floats(), sin_.floats(), k_.floats());
-    append(loop.first);
+    append(loop.first, k_.floats(), v_.floats());
     global_rows_ += rows_;
   }
   // [global-kv]
@@ -927,7 +974,8 @@ class CpuEngine final : public Engine {
     const Index n = rows_;
     float *x = x_.floats(), *a = a_.floats(), *q = q_.floats(), *k = k_.floats(), *v = v_.floats(), *o = o_.floats();
 
-    KvView kv{place.kept, reach(stage), nullptr, nullptr};
+    KvView kv{place.kept, reach(stage), nullptr, nullptr, prefix_k_.floats(), prefix_v_.floats(), row_.data()};
+    if (c_.streams.count > 1) load_prefixes(w);
     if (stage.attention == Attention::shared) {
       multiply({{a, n, w.wq, q}});  // q [n,H dh]  2 n D H dh FLOP
       if (place.layer == 0) counters.cross_positions += static_cast<std::uint64_t>(n);
@@ -936,18 +984,28 @@ class CpuEngine final : public Engine {
       if (stage.rope) rope(c_, c_.kv_heads, n, cos_.floats(), sin_.floats(), k);
     }
     if (stage.rope) rope(c_, c_.heads, n, cos_.floats(), sin_.floats(), q);
-    if (stage.attention == Attention::full) append(place.kept);
+    if (stage.attention == Attention::full) append(place.kept, k, v);
     if (stage.attention == Attention::window) {  // keys of this pass beside the ring:
       round_like_cache(k);                       // the same numbers it will hold
       round_like_cache(v);
-      kv.K = k;
-      kv.V = v;
+      const bool halts = options_.halt > 0 && stage.loops > 1;
+      kv.K = halts ? in_place(written_k_, place.layer, k) : k;
+      kv.V = halts ? in_place(written_v_, place.layer, v) : v;
     }
     attention(kv, q, o);  // o [n,H dh]  4 H dh FLOP a key
-    if (stage.attention == Attention::window) append(place.kept);
+    if (stage.attention == Attention::window) append(place.kept, kv.K, kv.V);
     multiply({{o, n, w.wo, x, /*add=*/true}});  // x += o wo^T  2 n D H dh FLOP
   }
   // [layer]
+
+  /// The keys and values before those of any position, in float32: 2 P m G dh numbers, read once a pass for all
+  /// sequences.
+  void load_prefixes(const Layer& w) {
+    for (const auto& [prefix, to] : {std::pair{&w.prefix_k, &prefix_k_}, {&w.prefix_v, &prefix_v_}}) {
+      widen(*prefix, 0, prefix->rows * prefix->cols, to->floats());
+      counters.bytes += static_cast<std::uint64_t>(prefix->bytes());
+    }
+  }
 
   /// O [n,H dh] of the pass: tiles of queries by heads by sequence, spread over the threads.
   void attention(const KvView& kv, const float* Q, float* O) {
@@ -955,10 +1013,11 @@ class CpuEngine final : public Engine {
     queries_.clear();
     Index work = 0;
     for (const Slice& slice : slices_) {
+      if (slice.n == 0) continue;
       for (Index i = 0; i < slice.n; i += b) queries_.push_back({&slice, i});
-      const Index seen = std::min(kv.reach, slice.p0 + slice.n);
+      const Index seen = std::min(kv.reach, c_.streams.prefix + slice.p0 + slice.count);
       work += 4 * slice.n * seen * c_.q_dim();
-      const Index cached = std::min(kv.K ? slice.p0 : slice.p0 + slice.n, kv.reach);
+      const Index cached = std::min(kv.K ? slice.p0 : slice.p0 + slice.count, kv.reach);
       counters.bytes += static_cast<std::uint64_t>(2 * cached * c_.kv_dim() * size_of(options_.kv_dtype));
     }
     // A task takes a group's R heads, which share each row of K and V; fewer where that would leave threads idle.
@@ -1036,28 +1095,111 @@ class CpuEngine final : public Engine {
   bool keep_wanted_rows() {
     Index kept = 0;
     std::size_t count = 0;
-    for (const Slice slice : slices_) {
+    for (const Slice& slice : slices_) {
       if (slice.want == Logits::none || slice.n == 0) continue;
-      const Index skip = slice.want == Logits::last ? slice.n - 1 : 0, half = c_.head_dim / 2;
-      const auto move = [&](Slab& m, Index width) {
-        float* to = m.floats() + kept * width;
-        std::memmove(
-            to, m.floats() + (slice.first + skip) * width, static_cast<std::size_t>((slice.n - skip) * width * 4));
-      };
-      move(x_, c_.dim), move(cos_, half), move(sin_, half);
-      slices_[count++] = {slice.sequence, kept, slice.n - skip, slice.p0 + skip, slice.want};
-      kept += slice.n - skip;
+      const Index skip = slice.want == Logits::last ? slice.n - 1 : 0, n = slice.n - skip;
+      move_rows(slice.first + skip, n, kept);
+      slices_[count++] = {slice.sequence, kept, n, slice.p0 + skip, slice.want, slice.stream, slice.caches,
+          /*begin=*/kept, /*count=*/n};
+      kept += n;
     }
-    slices_.resize(count);
+    slices_.erase(slices_.begin() + static_cast<std::ptrdiff_t>(count), slices_.end());
     rows_ = kept;
     return kept > 0;
   }
+  /// Moves rows of X and their angles.
+  void move_rows(Index from, Index count, Index to) {
+    const Index half = c_.head_dim / 2;
+    for (const auto& [m, width] : {std::pair{&x_, c_.dim}, {&cos_, half}, {&sin_, half}})
+      std::memmove(m->floats() + to * width, m->floats() + from * width, static_cast<std::size_t>(count * width * 4));
+  }
   // [keep-rows]
+
+  // [halt]
+  /// Behind a loop: rows whose state it turned by less than A leave X, and with them the work of the loops that follow;
+  /// behind the last one all are back. A row's own past decides, so it halts alike in any chunk, batch or step.
+  void end_loop(const Plan::Loop& loop) {
+    if (options_.halt == 0) return;
+    const Index D = c_.dim, loops = c_.stages[loop.stage].loops;
+    if (loops == 1) return remember();
+    rows_ = 0;
+    for (Slice& slice : slices_) {
+      const Index first = std::exchange(slice.first, rows_), n = std::exchange(slice.n, 0);
+      for (Index i = first; i < first + n; ++i) {
+        const std::span<float> x(x_.floats() + i * D, D), before(state_.floats() + row_[i] * D, D);
+        const bool rests = std::acos(cosine(x, before)) / M_PI < options_.halt;
+        std::ranges::copy(x, before.begin());
+        slice.sequence->loops_run[slice.p0 + row_[i] - slice.begin] = loop.loop + 1;
+        if (rests) continue;
+        move_rows(i, 1, rows_);
+        row_[rows_++] = row_[i];
+        ++slice.n;
+      }
+    }
+    if (loop.loop + 1 < loops) return;
+    rows_ = 0;
+    for (Slice& slice : slices_) {
+      slice.first = slice.begin, slice.n = slice.count;
+      rows_ += slice.count;
+    }
+    std::iota(row_.begin(), row_.end(), 0);
+    std::copy_n(state_.floats(), rows_ * D, x_.floats());
+    form_angles();
+  }
+
+  /// Keeps the states [n,D] that enter a loop.
+  void remember() {
+    if (options_.halt > 0) std::copy_n(x_.floats(), rows_ * c_.dim, state_.floats());
+  }
+
+  /// A layer's K or V [n,G dh] in its place among all rows of the pass. Those that have halted still stand there as
+  /// this layer wrote them in the last loop that they ran, whatever their ring has lost since: each later ring takes a
+  /// copy.
+  const float* in_place(Slab& written, Index layer, const float* rows) {
+    const Index width = c_.kv_dim();
+    float* all = written.floats() + layer * options_.max_rows * width;
+    for (Index i = 0; i < rows_; ++i) std::copy_n(rows + i * width, width, all + row_[i] * width);
+    return all;
+  }
+  // [halt]
+
+  // [mix-streams]
+  /// A token's P rows h_p of a [P n,D] become one of a [n,D], sum over p of w_p h_p. With y [n,P D] = the h_p side by
+  /// side w [n,P] = softmax(silu(y w1^T + b1) w2^T + b2) (1 - e) + e/P: 2 P D^2 + 2 P D FLOP a token. X is free by now.
+  void mix_streams() {
+    const Index P = c_.streams.count, D = c_.dim;
+    float *a = a_.floats(), *y = x_.floats(), *w = mix_.floats();
+    for (Slice& slice : slices_) {
+      const Index before = slice.first - slice.stream * slice.n;  // rows of the segments before this one, P a token
+      for (Index i = 0; i < slice.n; ++i)
+        std::copy_n(a + (slice.first + i) * D, D, y + (before + i * P + slice.stream) * D);
+      slice.first = slice.begin = before / P;
+    }
+    std::erase_if(slices_, [](const Slice& slice) { return slice.stream > 0; });
+    const Index n = rows_ /= P;
+    for (Index i = 0; i < n; ++i) widen(w_.mix_b1, 0, D, a + i * D), widen(w_.mix_b2, 0, P, w + i * P);
+    multiply({{y, n, w_.mix_w1, a, /*add=*/true}});  // [n,D]
+    for (Index i = 0; i < n * D; ++i) a[i] /= 1 + exp_fast(-a[i]);
+    multiply({{a, n, w_.mix_w2, w, /*add=*/true}});  // [n,P]
+    const float e = static_cast<float>(c_.streams.smooth), equal = e / static_cast<float>(P);
+    each_row(n, 4 * P * D, [&](Index i) {
+      const std::span<float> weight(w + i * P, static_cast<std::size_t>(P));
+      const float most = *std::ranges::max_element(weight);
+      float sum = 0;
+      for (float& v : weight) sum += v = std::exp(v - most);
+      std::fill_n(a + i * D, D, 0.f);
+      for (Index p = 0; p < P; ++p)
+        for (Index d = 0; d < D; ++d)
+          a[i * D + d] = std::fma(weight[p] / sum * (1 - e) + equal, y[(i * P + p) * D + d], a[i * D + d]);
+    });
+  }
+  // [mix-streams]
 
   /// logits [rows,V] = RMSNorm(X; norm) head^T, 2 D V FLOP a row.
   void head(float* logits) {
     if (rows_ == 0) return;
     rms_norm(x_.floats(), w_.norm, eps(), rows_, a_.floats());
+    if (c_.streams.count > 1) mix_streams();
     multiply({{a_.floats(), rows_, w_.head, logits}});
     for (Index i = 0; i < rows_ * c_.vocab_size; ++i)
       if (!std::isfinite(logits[i])) {
@@ -1073,10 +1215,9 @@ class CpuEngine final : public Engine {
   void multiply(std::initializer_list<Product> products) {
     yocou::multiply({products.begin(), products.size()}, counters);
   }
-  void append(Index cache) {
-    for (const Slice& p : slices_)
-      p.sequence->caches[cache].append(
-          k_.floats() + p.first * c_.kv_dim(), v_.floats() + p.first * c_.kv_dim(), p.n, p.p0);
+  void append(Index cache, const float* K, const float* V) {
+    for (const Slice& s : slices_)
+      s.caches[cache].append(K + s.begin * c_.kv_dim(), V + s.begin * c_.kv_dim(), s.count, s.p0);
   }
   /// Rounds rows [n,G dh] to the type of the caches.
   void round_like_cache(float* rows) const {
@@ -1089,9 +1230,11 @@ class CpuEngine final : public Engine {
   }
   void show(const Place& place, bool embeddings = false) {
     if (!on_layer) return;
+    const bool halted = std::ranges::any_of(slices_, [](const Slice& s) { return s.n < s.count; });
     on_layer({embeddings ? -1 : place.stage, place.loop, place.layer,
         {x_.floats(), static_cast<std::size_t>(rows_ * c_.dim)},
-        c_.moe && !embeddings ? std::span<const Index>(load_) : std::span<const Index>()});
+        c_.moe && !embeddings ? std::span<const Index>(load_) : std::span<const Index>(),
+        std::span<const Index>(row_).first(halted ? rows_ : 0)});
   }
 
   struct Queries {
@@ -1114,6 +1257,9 @@ class CpuEngine final : public Engine {
   Index rows_ = 0;
   Slab x_, a_, q_, k_, v_, o_, cos_, sin_, gate_, up_;  // [n,D] [n,D] [n,H dh] [n,G dh] .. [n,dh/2] .. [n,F]
   Slab router_, gathered_, expert_gate_, expert_up_;    // [n,E] [n A,D] [n A,Fe] [n A,Fe]
+  Slab state_, written_k_, written_v_;                  // [n,D] before the loop, [layers,n,G dh] of a stage that halts
+  std::vector<Index> row_;                              // [n] which row of the pass a row of X is
+  Slab prefix_k_, prefix_v_, mix_;                      // [P m,G dh] of the layer that runs, the same, [n,P]
   std::vector<float> logits_;                           // of forward_sample
   std::vector<float> weight_;                           // [n,A]
   std::vector<Index> chosen_, slot_, load_, first_;     // [n,A] [n,A] [E] [E]
@@ -1128,7 +1274,7 @@ std::unique_ptr<Engine> make_cpu_engine(const Config& c, const Weights& w, const
 void hold_caches(const Config& c, Dtype type, Index N, Index batch, const std::function<void(Index)>& then) {
   Arena arena;
   std::vector<Cache> caches;
-  for (Index b = 0; b < batch; ++b)
+  for (Index b = 0; b < batch * c.streams.count; ++b)
     for (const Kept& kept : Plan(c).kept) caches.emplace_back(arena, c, type, kept.window).grow(N);
   then(arena.live(Use::cache));
 }
@@ -1237,6 +1383,7 @@ Mixer mixer_of(const Config& c, const Stage& g) {
   const Factor D{"D", c.dim}, q{"(H dh)", c.q_dim()}, kv{"(G dh)", c.kv_dim()}, two{"2", 2};
   const Factor T{"T", g.loops}, layers{"layers", g.layers};
   Mixer m{{{"wq", {q, D}}}, {}, {T, layers}, 0, g.loops};
+  if (c.streams.count > 1) m.copies.push_back({"P", c.streams.count});
   switch (g.attention) {
     case Attention::window: m.window = g.window; [[fallthrough]];
     case Attention::full: m.layer.push_back({"wk and wv", {two, kv, D}}); break;
@@ -1257,6 +1404,11 @@ Bill ffn_elements(const Config& c, const Factor& experts) {
   Bill bill{{"router", {D, {"E", c.moe->experts}}}, {"experts", {three, D, experts, {"Fe", c.moe->dim}}}};
   if (c.moe->shared_dim) bill.push_back({"shared expert", {three, D, {"Fs", c.moe->shared_dim}}});
   return bill;
+}
+/// Elements of the matrices that weight a token's P rows.
+Bill mix_elements(const Config& c) {
+  const Factor D{"D", c.dim}, P{"P", c.streams.count};
+  return c.streams.count > 1 ? Bill{{"w1", {P, D, D}}, {"w2", {P, D}}} : Bill{};
 }
 Factor active_experts(const Config& c) { return {"active", c.moe ? c.moe->active : 0}; }
 
@@ -1295,8 +1447,10 @@ Bill flops_bill(const Config& c, Index p0, Index p1, Index wanted) {
     const Mixer m = mixer_of(c, g);
     const auto loops = [&](const char* symbol, Index T, Index first) {  // T loops over the positions first .. p1-1
       if (T == 0) return;
-      const Factors by{{symbol, T}, {"layers", g.layers}};
-      add(bill, g.name, by, {{"attention", {{"4", 4}, q, {"keys", keys_seen(first, p1, m.window)}}}});
+      Factors by{{symbol, T}, {"layers", g.layers}};
+      if (c.streams.count > 1) by.push_back({"P", c.streams.count});
+      const Exact keys = keys_seen(first, p1, m.window) + Exact(p1 - first) * c.streams.prefix;
+      add(bill, g.name, by, {{"attention", {{"4", 4}, q, {"keys", keys}}}});
       Factors rows = by;
       rows.insert(rows.end(), {{"rows", p1 - first}, two});
       add(bill, g.name, rows, m.layer);
@@ -1308,12 +1462,25 @@ Bill flops_bill(const Config& c, Index p0, Index p1, Index wanted) {
     loops(m.whole == g.loops ? "T" : "(T - 1)", m.whole, p0);
     loops(m.whole == 0 ? "T" : "1", g.loops - m.whole, p1 - wanted);  // prefill's early stop
   }
+  add(bill, "mix", {{"rows", wanted}, two}, mix_elements(c));
   bill.push_back({"head", {{"rows", wanted}, two, {"D", c.dim}, {"V", c.vocab_size}}});
   return bill;
 }
 Exact prefill_flops(const Config& c, Index N) { return total(flops_bill(c, 0, N, /*wanted=*/1)); }
 Exact decode_flops(const Config& c, Index N) { return total(flops_bill(c, N, N + 1, /*wanted=*/1)); }
 // [flops]
+
+// [halting-flops]
+Exact halting_flops(Config c, Index p0, std::span<const Index> loops_run) {
+  const Index stage = looped_stage(c), end = p0 + std::ssize(loops_run);
+  Exact sum = 0;
+  for (Index p = p0; p < end; ++p) {  // each position in a model of its own T
+    if (stage >= 0) c.stages[stage].loops = loops_run[p - p0];
+    sum += total(flops_bill(c, p, p + 1, /*wanted=*/p + 1 == end ? 1 : 0));
+  }
+  return sum;
+}
+// [halting-flops]
 
 // [crossover]
 Index largest(Index limit, const std::function<bool(Index)>& ok) {
@@ -1335,6 +1502,8 @@ std::optional<Index> crossover(const Config& c, const Config& other) {
 /// Elements of one layer, gains and matrices.
 Bill layer_elements(const Config& c, const Mixer& m, const Factor& experts) {
   Bill bill{{"norms", {{"2", 2}, {"D", c.dim}}}};
+  if (const Streams& s = c.streams; s.count > 1)
+    bill.push_back({"prefixes", {{"2", 2}, {"P", s.count}, {"m", s.prefix}, {"(G dh)", c.kv_dim()}}});
   bill.insert(bill.end(), m.layer.begin(), m.layer.end());
   const Bill ffn = ffn_elements(c, experts);
   bill.insert(bill.end(), ffn.begin(), ffn.end());
@@ -1347,8 +1516,16 @@ Bill once_elements(const Config& c, const Mixer& m) {
   return bill;
 }
 
-Bill params_bill(const Config& c, Index experts) {
+/// Elements of what stands before the head: the gain, and with streams their mixing, biases included.
+Bill end_elements(const Config& c) {
   Bill bill{{"norm", {{"D", c.dim}}}};
+  add(bill, "mix", {}, mix_elements(c));
+  if (c.streams.count > 1) bill.push_back({"mix: biases", {{"(D + P)", c.dim + c.streams.count}}});
+  return bill;
+}
+
+Bill params_bill(const Config& c, Index experts) {
+  Bill bill = end_elements(c);
   for (const Stage& g : c.stages) {
     const Mixer m = mixer_of(c, g);
     add(bill, g.name, {{"layers", g.layers}}, layer_elements(c, m, {"experts", experts}));
@@ -1367,8 +1544,10 @@ Params count_params(const Config& c) {
 // [decode-bytes]
 Bill decode_bytes_bill(const Config& c, Index N, Index batch, Index w, Index s) {
   const Factor D{"D", c.dim}, bytes{"bytes", w}, B{"batch", batch};
-  const Factor experts{"min(E, batch active)", c.moe ? std::min(c.moe->experts, batch * c.moe->active) : 0};
-  Bill bill{{"norm", {bytes, D}}, {"head", {bytes, D, {"V", c.vocab_size}}}, {"embedding", {bytes, D, B}}};
+  const Index rows = batch * c.streams.count;
+  const Factor experts{"min(E, batch P active)", c.moe ? std::min(c.moe->experts, rows * c.moe->active) : 0};
+  Bill bill{{"head", {bytes, D, {"V", c.vocab_size}}}, {"embedding", {bytes, D, B}}};
+  add(bill, "end", {bytes}, end_elements(c));
   for (const Stage& g : c.stages) {
     const Mixer m = mixer_of(c, g);
     const Factor T{"T", g.loops}, layers{"layers", g.layers}, seen{"keys", keys_seen(N, N + 1, m.window)};
@@ -1378,7 +1557,8 @@ Bill decode_bytes_bill(const Config& c, Index N, Index batch, Index w, Index s) 
       by.push_back(bytes);
       add(bill, g.name, by, once_elements(c, m));
     }
-    add(bill, g.name, {T, layers, B}, {{"K and V", {{"2", 2}, {"(G dh)", c.kv_dim()}, {"s", s}, seen}}});
+    add(bill, g.name, {T, layers, {c.streams.count > 1 ? "(batch P)" : "batch", rows}},
+        {{"K and V", {{"2", 2}, {"(G dh)", c.kv_dim()}, {"s", s}, seen}}});
   }
   return bill;
 }

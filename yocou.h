@@ -104,6 +104,14 @@ struct Moe {
 };
 // [moe]
 
+/// ParScale (arXiv 2505.10475): a token is P rows, each behind learned keys of its stream, weighted before the one
+/// head.
+struct Streams {
+  Index count = 1;    ///< P
+  Index prefix = 0;   ///< m: learned keys and values of a stream in each layer, before those of any position
+  double smooth = 0;  ///< e: of the weights, e/P are the same for all streams
+};
+
 /// A model's shape; the fields are the checkpoint's keys.
 struct Config {
   std::string arch = "custom";      ///< a label; `stages` decides
@@ -118,6 +126,7 @@ struct Config {
   double embed_scale = 1;           ///< X^0 = embed[token] * embed_scale
   bool tied_embeddings = false;     ///< the head is the embedding
   std::string tokenizer = "bytes";  ///< token = byte
+  Streams streams;                  ///< P > 1 with full stages of one loop only
   std::vector<Stage> stages;        ///< run in this order
 
   Index q_dim() const { return heads * head_dim; }      ///< H dh
@@ -156,15 +165,16 @@ struct Ffn {
 
 /// The weights of one layer.
 struct Layer {
-  Tensor attn_norm;  ///< [D]
-  Tensor wq;         ///< [H dh,D]
-  Tensor wk, wv;     ///< [G dh,D]; none in a shared stage
-  Tensor wo;         ///< [D,H dh]
-  Tensor ffn_norm;   ///< [D]
-  Ffn dense;         ///< without moe
-  Tensor router;     ///< [E,D]
-  Ffn experts;       ///< the routed experts
-  Ffn shared;        ///< the expert that is always on, when Fs > 0
+  Tensor attn_norm;           ///< [D]
+  Tensor wq;                  ///< [H dh,D]
+  Tensor wk, wv;              ///< [G dh,D]; none in a shared stage
+  Tensor prefix_k, prefix_v;  ///< [P m,G dh], with streams only
+  Tensor wo;                  ///< [D,H dh]
+  Tensor ffn_norm;            ///< [D]
+  Ffn dense;                  ///< without moe
+  Tensor router;              ///< [E,D]
+  Ffn experts;                ///< the routed experts
+  Ffn shared;                 ///< the expert that is always on, when Fs > 0
 };
 
 /// All weights of a model.
@@ -174,6 +184,7 @@ struct Weights {
   Tensor kv_norm;                          ///< [D], with a shared stage only, as the next
   Tensor kv_wk, kv_wv;                     ///< [G dh,D]: K^ = norm(X; kv_norm) kv_wk^T, V^ likewise
   Tensor norm;                             ///< [D], before the head
+  Tensor mix_w1, mix_b1, mix_w2, mix_b2;   ///< [D,P D] [D] [P,D] [P], with streams only: the weights of a token's rows
   Tensor head;                             ///< [V,D]; a tied head is a view of embed
 };
 
@@ -253,6 +264,7 @@ struct Plan {
 ///   project_global(loop)   K^, V^ [n,G dh] from the rows of X, appended to the global cache
 ///   keep_wanted_rows()     drops the rows whose logits nobody wants; false when none is left
 ///   layer(place)           X = one layer's application to X [n,D]
+///   end_loop(loop)         rows whose state has come to rest leave X until the stage ends, where an engine halts
 template <class Operations>
 void run_stages(const Config& c, const Plan& plan, Operations&& engine) {
   for (const Plan::Loop& loop : plan.loops) {
@@ -260,6 +272,7 @@ void run_stages(const Config& c, const Plan& plan, Operations&& engine) {
     if (loop.narrows && !engine.keep_wanted_rows()) return;
     for (Index l = 0; l < c.stages[static_cast<std::size_t>(loop.stage)].layers; ++l)
       engine.layer(Place{loop.stage, loop.loop, l, loop.first + l * loop.stride});
+    engine.end_loop(loop);
   }
 }
 // [run-stages]
@@ -305,14 +318,16 @@ struct Application {
   Index loop = 0, layer = 0;           ///< from 0
   std::span<const float> x;            ///< [n,D], the rows of the pass
   std::span<const Index> expert_load;  ///< [E] tokens sent to each expert in this application; empty when dense
+  std::span<const Index> rows = {};    ///< [n] which of the pass's rows these are, where some have halted; empty: all
 };
 
 /// What an engine must be told when it is made.
 struct EngineOptions {
   Dtype kv_dtype = Dtype::f32;  ///< type of a cached number
-  Index max_rows = 1;           ///< most rows that any one pass will have
+  Index max_rows = 1;           ///< most tokens that any one pass will have
   Index max_tokens = 1;         ///< most positions that all open sequences will hold together
   Index max_sequences = 1;      ///< most sequences open at a time
+  double halt = 0;  ///< A: rows that a loop turns by a smaller angle / pi run no further loops; 0: none halts
 };
 
 /// A model that runs: the weights, the caches of the open sequences, and one operation. The commands know no other.
@@ -333,6 +348,8 @@ class Engine {
       std::span<const Segment> pass, const Sampling&, std::span<const double> u, int* tokens) = 0;
   virtual Index cache_bytes() const = 0;  ///< bytes of cache allocated at this moment, all sequences together
   virtual Index global_rows() const = 0;  ///< rows of K^, V^ written, all sequences and caches together
+  /// t_i: how many loops each position of an open sequence ran; empty without EngineOptions::halt.
+  virtual std::span<const Index> loops_run(int /*sequence*/) const { return {}; }
 
   Counters counters;                                 ///< since the engine was made
   std::function<void(const Application&)> on_layer;  ///< called after every layer application, when set
@@ -358,7 +375,8 @@ void decode(Engine&, std::span<const int> sequences, std::span<const int> tokens
 void forward_all(Engine&, const Config&, int sequence, std::span<const int> tokens, Index chunk,
     const std::function<void(Index, Index, const float*)>& use);
 
-int greedy(std::span<const float> logits);  ///< the largest of logits [V]; ties: the lower id
+double cosine(std::span<const float>, std::span<const float>);  ///< of two states, in double; 1 if one of them is zero
+int greedy(std::span<const float> logits);                      ///< the largest of logits [V]; ties: the lower id
 /// One token for a row of logits [V] and a number u in [0, 1).
 int draw(std::span<const float> logits, const Sampling&, double u);
 
@@ -418,10 +436,12 @@ Bill flops_bill(const Config&, Index p0, Index p1, Index wanted);
 /// Stored elements, loops counted once, embedding and head left out; with so many of the E experts.
 Bill params_bill(const Config&, Index experts);
 /// Bytes that the decode step of a batch after N tokens must read: each weight once per loop that uses it (of E experts
-/// at most min(E, batch x active)), the head, one embedding row a sequence, and every cached row that is seen; w bytes a
-/// weight, s bytes a cached number.
+/// at most min(E, batch x P x active)), the head, one embedding row a sequence, and every cached row that is seen; w bytes
+/// a weight, s bytes a cached number.
 Bill decode_bytes_bill(const Config&, Index N, Index batch, Index w, Index s);
 
+/// FLOP of positions p0, p0+1, .. of one sequence that ran so many loops each; the last gets logits.
+Exact halting_flops(Config, Index p0, std::span<const Index> loops_run);
 Exact cache_bytes(const Config&, Index N, Index s);  ///< total(cache_bill())
 Exact prefill_flops(const Config&, Index N);         ///< a prefill of N tokens: all positions, logits of the last
 Exact decode_flops(const Config&, Index N);          ///< the decode step after N tokens
@@ -490,13 +510,16 @@ struct Arch {
   Index loops;                              ///< default T
   std::vector<Part> parts;                  ///< its stages
   const char *kv_cache, *prefill, *decode;  ///< big-O
+  bool streams = false;                     ///< P of them
+
   /// Whether --window means anything.
   bool takes_window() const { return parts.front().attention == Attention::window; }
 };
 const std::vector<Arch>& archs();                ///< all of them
 const Arch* find_arch(const std::string& name);  ///< the named one, or null
-/// Sets T of the stage that the architecture marks x T; 0 keeps it. Returns its T, 1 when nothing loops. Throws Usage
-/// when there is no such stage.
+Index looped_stage(const Config&);  ///< the one marked x T, in a custom config by its loops above 1; -1: not one
+/// Sets T of the stage that is marked x T; 0 keeps it. Returns its T, 1 when nothing loops. Throws Usage when there is
+/// no such stage.
 Index set_loops(Config&, Index T);
 
 /// Overrides of a shape; 0: keep.
@@ -504,6 +527,7 @@ struct ShapeOptions {
   Index layers = 0, window = 0, loops = 0;               ///< L, W, T
   Index dim = 0, heads = 0, kv_heads = 0, head_dim = 0;  ///< D, H, G, dh
   Index ffn_dim = 0, vocab_size = 0;                     ///< F, V
+  Index streams = 0;                                     ///< P
 };
 const Names& shape_names();  ///< names of the shapes
 /// A shape as an architecture. Throws Usage for an unknown name and for an override that the architecture cannot take.

@@ -1762,3 +1762,103 @@ TEST_CASE("cli: the fuzzer's seeds, and what it found", "[cli]") {
   CHECK(files > 20);
   CHECK(read > 5);
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Streams, and loops that halt
+
+TEST_CASE("cli: streams go through every command, and are refused where they mean nothing", "[cli][streams]") {
+  const std::string model = in_folder("streams.safetensors");
+  good({"init", "--shape", "tiny", "--arch", "parscale", "--streams", "3", "-o", model});
+  const Json shown = good_json({"show", model, "--json"});
+  CHECK(shown["config"]["streams"] == Json({{"count", 3}, {"prefix", 48}, {"smooth", 0.01}}));
+  std::map<std::string, Json> shapes;
+  for (const Json& t : shown["tensors"]) shapes[t["name"]] = t["shape"];
+  CHECK(shapes["layers.3.prefix_v"] == Json({3, 48, 64}));
+  CHECK(shapes["mix.w1"] == Json({128, 3 * 128}));
+  CHECK(shapes["mix.b2"] == Json({3}));
+  const std::string tokens = "72,101,108,108,111";
+  const std::string whole = good({"logits", model, "--tokens", tokens}).out;
+  CHECK(good({"logits", model, "--tokens", tokens, "--prefill", "2", "--chunk", "1"}).out == whole);
+  CHECK(ends_with(whole, good({"logits", model, "--tokens", tokens, "--last"}).out));
+  CHECK(good_json({"generate", model, "-p", "a", "-n", "4", "--json"})["tokens"].size() == 4);
+  const std::string text = write_file("text", "some text of a few bytes"),
+                    task = write_file("tasks.jsonl", R"({"prompt":"ab","answer":"c"})");
+  CHECK(good_json({"score", model, text, "--json"})["rows"][0]["loops"] == 1);
+  CHECK(good_json({"eval", model, task, "--json"})["count"] == 1);
+  CHECK(good_json({"trace", model, "-p", "ab", "--json"})["rows"].size() == 5);
+  for (const Json& row : good_json({"verify", model, "-N", "1,65", "--steps", "1", "--batch", "2", "--json"})["rows"])
+    CHECK(row["equal"] == true);
+  const auto cost = [](const char* P) {
+    return good_json(
+        {"cost", "--shape", "tiny", "--arch", "parscale", "--streams", P, "-N", "300", "--json"})["rows"][0];
+  };
+  CHECK(cost("4")["cache_bytes"] == 2 * cost("2")["cache_bytes"].get<std::int64_t>());
+  CHECK(good_json({"cost", "--shape", "tiny", "--streams", "2", "-N", "1", "--json"})["rows"].size() == 1);
+  refused({"cost", "--shape", "tiny", "--arch", "transformer", "--streams", "2"}, 2, {"--streams", "transformer"});
+  refused({"init", "--shape", "tiny", "--arch", "parscale", "--streams", "1", "-o", in_folder("no")}, 2, {"--streams"});
+  refused({"cost", model, "--streams", "2"}, 2, {"--streams"});
+  refused({"generate", model, "-p", "a", "--loops", "2"}, 2, {"--loops", "parscale"});
+  refused({"generate", model, "-p", "a", "--halt", "0.1"}, 2, {"--halt", "parscale"});
+  refused({"generate", model, "-p", "a", "--device", "cuda"}, 1, {"--device cuda"});
+  File f = checkpoint(config_of());
+  Json config = config_of();
+  config["streams"] = {{"count", 2}, {"prefix", 3}, {"smooth", 0}};
+  f.header["__metadata__"]["yocou"] = config.dump();
+  bad_file(write_file("bad.safetensors", f.bytes()), {"streams"});
+}
+
+TEST_CASE("cli: --halt says what ran, agrees with itself, and is refused where nothing can halt", "[cli][halt]") {
+  const std::string& model = random_model();
+  const std::string tokens = "72,101,108,108,111,32,119,111,114,108,100";
+  const auto logits = [&](const Words& more) {
+    Words words{"logits", model, "--tokens", tokens, "--json"};
+    words.insert(words.end(), more.begin(), more.end());
+    return good_json(words);
+  };
+  CHECK(!logits({}).contains("loops"));
+  std::set<int> seen;
+  for (const char* A : {"0.001", "0.05", "0.1", "0.2", "0.3", "1"}) {
+    const Json whole = logits({"--halt", A});
+    CAPTURE(A);
+    CHECK(whole["loops"].size() == 11);
+    for (const Json& t : whole["loops"]) seen.insert(t.get<int>());
+    CHECK(logits({"--halt", A, "--prefill", "3", "--chunk", "2"}) == whole);
+    CHECK(logits({"--halt", A, "--last"})["loops"] == whole["loops"]);
+  }
+  CHECK(seen == std::set<int>{1, 2, 3});
+  CHECK(logits({"--halt", "1"})["logits"] == logits({"--loops", "1"})["logits"]);
+  CHECK(logits({"--halt", "1e-9"})["logits"] == logits({})["logits"]);
+  const std::string text = write_file("text", "some text of a few bytes"),
+                    task = write_file(
+                        "tasks.jsonl", "{\"prompt\":\"ab\",\"answer\":\"c\"}\n{\"prompt\":\"b\",\"answer\":\"cd\"}");
+  CHECK(good_json({"score", model, text, "--halt", "1", "--json"})["rows"][0]["mean_loops"] == 1.0);
+  CHECK(
+      good_json({"score", model, text, "--halt", "1e-9", "--loops", "1,3", "--json"})["rows"][1]["mean_loops"] == 3.0);
+  CHECK(good_json({"eval", model, task, "--halt", "1e-9", "--json"})["rows"][0]["mean_loops"] == 3.0);
+  CHECK(!good_json({"eval", model, task, "--json"})["rows"][0].contains("mean_loops"));
+  const Result written = good({"generate", model, "-p", "abc", "-n", "3", "--halt", "1", "--json"});
+  CHECK(Json::parse(written.out)["mean_loops"] == 1.0);
+  CHECK(written.err.find("mean loops 1;") != std::string::npos);
+  const Json traced = good_json({"trace", model, "-p", "abcd", "--halt", "1", "--json"})["rows"];
+  CHECK(traced[2]["rows"] == 4);
+  CHECK(traced[3]["rows"] == 0);
+  CHECK(traced[3]["norm"] == nullptr);
+  CHECK(traced[7]["rows"] == 4);
+  for (const char* A : {"0.1", "0.2", "1"})
+    for (const Json& row : good_json({"verify", model, "-N", "1,9,30", "--steps", "2", "--batch", "2", "--chunk", "7",
+             "--halt", A, "--json"})["rows"])
+      CHECK(row["equal"] == true);
+  CHECK(good_json({"verify", "--shape", "tiny", "-N", "3", "--halt", "0.1", "--json"})["rows"][0]["arch"] == "yoco-u");
+  for (const char* A : {"0", "-0.1", "1.5", "nan", "x"})
+    refused({"generate", model, "-p", "a", "--halt", A}, 2, {"--halt"});
+  for (const char* arch : {"yoco", "transformer", "ut", "upper-loop", "yoco-u,ut"})
+    refused({"verify", "--shape", "tiny", "-N", "1", "--halt", "0.1", "--arch", arch}, 2, {"--halt"});
+  refused({"generate", model, "-p", "a", "--halt", "0.1", "--device", "cuda"}, 1, {"--device cuda"});
+  Json config = config_of();  // custom: the one stage with loops above 1 is the one that loops
+  config["arch"] = "custom";
+  const std::string custom = write_file("custom.safetensors", checkpoint(config).bytes());
+  const Json rows = good_json({"score", custom, text, "--halt", "0.1", "--loops", "1,2,3", "--json"})["rows"];
+  CHECK(rows == good_json({"score", model, text, "--halt", "0.1", "--loops", "1,2,3", "--json"})["rows"]);
+  config["stages"][1]["loops"] = 2;
+  refused({"score", write_file("two.safetensors", checkpoint(config).bytes()), text, "--halt", "0.1"}, 2, {"--halt"});
+}

@@ -187,12 +187,13 @@ struct How {
   Dtype kv = Dtype::f32;
   Index chunk = 1 << 20;
   Index prefill = 1 << 20;  ///< so many tokens in chunks, the rest one by one
+  double halt = 0;
 };
 
 /// All logits [N,V] of a sequence, by one engine of its own.
 inline Floats run_all(const Config& c, const Weights& w, const Tokens& tokens, const How& how = {}) {
   const Index N = std::ssize(tokens), K = std::min(how.prefill, N), V = c.vocab_size;
-  const auto engine = make_cpu_engine(c, w, {how.kv, std::max<Index>(1, std::min(how.chunk, K)), N, 1});
+  const auto engine = make_cpu_engine(c, w, {how.kv, std::max<Index>(1, std::min(how.chunk, K)), N, 1, how.halt});
   const int sequence = engine->open();
   Floats out(static_cast<std::size_t>(N * V));
   forward_all(*engine, c, sequence, std::span(tokens).first(K), how.chunk,
@@ -207,7 +208,7 @@ inline Floats run_all(const Toy& toy, const Tokens& tokens, const How& how = {})
 /// The last row's logits [V] as `generate` gets them: prefill of how.prefill tokens with the early stop, then decode.
 inline Floats run_last(const Toy& toy, const Tokens& tokens, const How& how = {}) {
   const Index N = std::ssize(tokens), K = std::min(how.prefill, N);
-  const auto engine = make_cpu_engine(toy.c, toy.w, {how.kv, std::min(how.chunk, K), N, 1});
+  const auto engine = make_cpu_engine(toy.c, toy.w, {how.kv, std::min(how.chunk, K), N, 1, how.halt});
   const int sequence = engine->open();
   Floats out(static_cast<std::size_t>(toy.c.vocab_size));
   prefill(*engine, sequence, std::span(tokens).first(K), how.chunk, out.data());

@@ -26,6 +26,7 @@ struct Recorder {
     note("keep");
     return wanted;
   }
+  void end_loop(const Plan::Loop&) {}
   void layer(const Place& p) {
     const auto text = [](Index i) { return std::to_string(i); };
     note(text(p.stage) + "." + text(p.loop) + "." + text(p.layer) + ">" + text(p.kept));
@@ -90,6 +91,7 @@ struct Checker {
     early = false;
     return true;
   }
+  void end_loop(const Plan::Loop&) {}
   void layer(const Place& p) {
     const Stage& s = c.stages[static_cast<std::size_t>(p.stage)];
     const Kept& kept = plan.kept.at(static_cast<std::size_t>(p.kept));

@@ -137,44 +137,73 @@ KeysValues project(
   return kv;
 }
 
-}  // namespace
+/// The learned rows of stream p that stand before those of any position.
+KeysValues prefix_of(const Config& c, const yocou::Layer& layer, Index p) {
+  KeysValues kv;
+  for (Index j = 0; j < c.streams.prefix; ++j) {
+    kv.K.emplace_back(), kv.V.emplace_back();
+    for (Index k = 0; k < c.kv_heads * c.head_dim; ++k) {
+      kv.K.back().push_back(number(layer.prefix_k, p * c.streams.prefix + j, k));
+      kv.V.back().push_back(number(layer.prefix_v, p * c.streams.prefix + j, k));
+    }
+  }
+  return kv;
+}
 
-Result forward(const Config& c, const yocou::Weights& w, const std::vector<int>& tokens, bool bf16_cache) {
-  Result result;
+/// The angle between two states over pi; 0 if one of them is zero.
+double turn(const Vector& a, const Vector& b) {
+  double ab = 0, aa = 0, bb = 0;
+  for (std::size_t d = 0; d < a.size(); ++d) ab += a[d] * b[d], aa += a[d] * a[d], bb += b[d] * b[d];
+  return aa * bb == 0 ? 0 : std::acos(std::clamp(ab / std::sqrt(aa * bb), -1.0, 1.0)) / M_PI;
+}
+
+/// The states of a sequence behind the last layer, in one of the streams. Adds to `result` what it says of how firmly.
+Matrix states(const Config& c, const yocou::Weights& w, const std::vector<int>& tokens, bool bf16_cache, double halt,
+    Index stream, Result& result) {
   Matrix X;
   for (const int token : tokens) {
     X.emplace_back();
     for (Index d = 0; d < c.dim; ++d) X.back().push_back(number(w.embed, token, d) * c.embed_scale);
   }
   const Index N = static_cast<Index>(X.size()), dh = c.head_dim;
+  result.loops.assign(X.size(), 1);
   for (std::size_t s = 0; s < c.stages.size(); ++s) {
     const yocou::Stage& stage = c.stages[s];
     KeysValues global;
+    std::vector<bool> halted(X.size(), false);
+    std::vector<KeysValues> written(w.stages[s].size());  // by each layer in the loop before
     for (Index t = 0; t < stage.loops; ++t) {
+      const Matrix before = X;
       if (stage.attention == Attention::shared && (t == 0 || stage.refresh_kv))
         global = project(c, X, w.kv_norm, w.kv_wk, w.kv_wv, stage.rope, bf16_cache);
-      for (const yocou::Layer& layer : w.stages[s]) {
-        const KeysValues own = stage.attention == Attention::shared
-                                   ? KeysValues()
-                                   : project(c, X, layer.attn_norm, layer.wk, layer.wv, stage.rope, bf16_cache);
-        const KeysValues& kv = stage.attention == Attention::shared ? global : own;
+      for (std::size_t l = 0; l < w.stages[s].size(); ++l) {
+        const yocou::Layer& layer = w.stages[s][l];
+        const bool is_shared = stage.attention == Attention::shared;
+        KeysValues kv = is_shared ? global : project(c, X, layer.attn_norm, layer.wk, layer.wv, stage.rope, bf16_cache);
+        for (Index j = 0; j < N; ++j)
+          if (halted[j]) kv.K[j] = written[l].K[j], kv.V[j] = written[l].V[j];
+        written[l] = kv;
+        const KeysValues prefix = prefix_of(c, layer, stream);
         for (Index i = 0; i < N; ++i) {
+          if (halted[i]) continue;
           Vector q = times(rms_norm(X[i], layer.attn_norm, c.norm_eps), layer.wq), mixed;
           if (stage.rope) q = rotate_heads(c, q, i);
           for (Index h = 0; h < c.heads; ++h) {
             const Index g = h / (c.heads / c.kv_heads);
-            std::vector<std::pair<Index, double>> scores;  // of the positions that i sees
-            for (Index j = 0; j <= i; ++j) {
-              if (stage.attention == Attention::window && !(j > i - stage.window)) continue;
+            std::vector<std::pair<const Vector*, double>> scores;  // values that i sees, and their scores
+            const auto see = [&](const Vector& K, const Vector& V) {
               double dot = 0;
-              for (Index d = 0; d < dh; ++d) dot += q[h * dh + d] * kv.K[j][g * dh + d];
-              scores.emplace_back(j, dot / std::sqrt(static_cast<double>(dh)));
-            }
+              for (Index d = 0; d < dh; ++d) dot += q[h * dh + d] * K[g * dh + d];
+              scores.emplace_back(&V, dot / std::sqrt(static_cast<double>(dh)));
+            };
+            for (Index j = 0; j < c.streams.prefix; ++j) see(prefix.K[j], prefix.V[j]);
+            for (Index j = 0; j <= i; ++j)
+              if (stage.attention != Attention::window || j > i - stage.window) see(kv.K[j], kv.V[j]);
             double most = -INFINITY, sum = 0;
-            for (const auto& [j, score] : scores) most = std::max(most, score);
-            for (const auto& [j, score] : scores) sum += std::exp(score - most);
+            for (const auto& [V, score] : scores) most = std::max(most, score);
+            for (const auto& [V, score] : scores) sum += std::exp(score - most);
             Vector head(static_cast<std::size_t>(dh), 0.0);
-            for (const auto& [j, score] : scores) add(head, head_of(kv.V[j], g, dh), std::exp(score - most) / sum);
+            for (const auto& [V, score] : scores) add(head, head_of(*V, g, dh), std::exp(score - most) / sum);
             mixed.insert(mixed.end(), head.begin(), head.end());
           }
           add(X[i], times(mixed, layer.wo));
@@ -196,10 +225,44 @@ Result forward(const Config& c, const yocou::Weights& w, const std::vector<int>&
           }
         }
       }
+      for (Index i = 0; i < N && stage.loops > 1; ++i) {
+        if (halted[i]) continue;
+        result.loops[i] = t + 1;
+        if (halt == 0 || t + 1 == stage.loops) continue;
+        const double angle = turn(X[i], before[i]);
+        halted[i] = angle < halt;
+        result.halt_gap = std::min(result.halt_gap, std::fabs(angle - halt));
+      }
     }
   }
-  for (const Vector& x : X) {
-    const Vector m = rms_norm(x, w.norm, c.norm_eps);
+  return X;
+}
+
+}  // namespace
+
+Result forward(const Config& c, const yocou::Weights& w, const std::vector<int>& tokens, bool bf16_cache, double halt) {
+  Result result;
+  const Index P = c.streams.count;
+  std::vector<Matrix> X;
+  for (Index p = 0; p < P; ++p) X.push_back(states(c, w, tokens, bf16_cache, halt, p, result));
+  for (std::size_t i = 0; i < tokens.size(); ++i) {
+    Vector m, all;
+    for (Index p = 0; p < P; ++p) {
+      m = rms_norm(X[p][i], w.norm, c.norm_eps);
+      all.insert(all.end(), m.begin(), m.end());
+    }
+    if (P > 1) {  // the streams' rows, weighted
+      Vector hidden = times(all, w.mix_w1);
+      for (Index d = 0; d < c.dim; ++d) hidden[d] += number(w.mix_b1, 0, d);
+      for (double& v : hidden) v /= 1 + std::exp(-v);
+      Vector weight = times(hidden, w.mix_w2);
+      double sum = 0;
+      for (Index p = 0; p < P; ++p) sum += weight[p] = std::exp(weight[p] + number(w.mix_b2, 0, p));
+      std::fill(m.begin(), m.end(), 0.0);
+      for (Index p = 0; p < P; ++p)
+        add(m, Vector(all.begin() + p * c.dim, all.begin() + (p + 1) * c.dim),
+            weight[p] / sum * (1 - c.streams.smooth) + c.streams.smooth / static_cast<double>(P));
+    }
     result.logits.push_back(times(m, w.head));
     for (Index v = 0; v < c.vocab_size; ++v) {
       double size = 0;

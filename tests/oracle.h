@@ -11,14 +11,17 @@ using Matrix = std::vector<std::vector<double>>;  // [rows][cols]
 
 /// What a forward pass says, and how firmly.
 struct Result {
-  Matrix logits;          ///< [N,V]
-  double scale = 0;       ///< the largest sum of |terms| that makes a logit: what its rounding is relative to
+  Matrix logits;                    ///< [N,V]
+  double scale = 0;                 ///< the largest sum of |terms| that makes a logit: what its rounding is relative to
+  std::vector<yocou::Index> loops;  ///< [N] how many loops each position ran
+  double halt_gap = 1;              ///< the smallest distance of an angle from the one that decides whether a row halts
   double router_gap = 1;  ///< the smallest difference above 0 between the last expert chosen and the first one left out
 };
 
-/// All logits of a sequence. With `bf16_cache` the keys and values are rounded as a BF16 cache rounds them.
-Result forward(
-    const yocou::Config& c, const yocou::Weights& w, const std::vector<int>& tokens, bool bf16_cache = false);
+/// All logits of a sequence. With `bf16_cache` the keys and values are rounded as a BF16 cache rounds them; with `halt` a
+/// row that a loop turns by less (over pi) runs no further ones.
+Result forward(const yocou::Config& c, const yocou::Weights& w, const std::vector<int>& tokens, bool bf16_cache = false,
+    double halt = 0);
 
 /// Element (row, col) of a stored matrix.
 double number(const yocou::Tensor& t, yocou::Index row, yocou::Index col);

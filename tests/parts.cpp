@@ -260,7 +260,7 @@ TEST_CASE("RoPE by hand: head_dim 4 at position 1 turns by 1 and by 0.01, in bot
   CHECK(oracle::angle(1, 0, 4, 10000) == 1.0);
   CHECK(std::fabs(oracle::angle(1, 1, 4, 10000) - 0.01) < 1e-17);
   Sequence sequence;
-  const Slice slice{&sequence, 0, 1, 1, Logits::all};  // one row, at position 1
+  const Slice slice{&sequence, 0, 1, 1, Logits::all, 0, {}, 0, 1};  // one row, at position 1
   const Doubles frequency{1, 0.01};
   Floats cosine(2), sine(2);
   rope_angles(frequency, {&slice, 1}, cosine.data(), sine.data());
@@ -294,7 +294,7 @@ TEST_CASE("RoPE depends on differences of positions only, far positions included
     Sequence sequence;
     Floats x(q), y(k), cosine(dh / 2), sine(dh / 2);
     for (auto [v, p] : {std::pair{&x, at_q}, std::pair{&y, at_k}}) {
-      const Slice slice{&sequence, 0, 1, p, Logits::all};
+      const Slice slice{&sequence, 0, 1, p, Logits::all, 0, {}, 0, 1};
       rope_angles(frequency, {&slice, 1}, cosine.data(), sine.data());
       rope(c, 1, 1, cosine.data(), sine.data(), v->data());
     }
@@ -552,9 +552,11 @@ struct Attend {
       for (Index p = 0; p < rows; ++p) cache.append(nan.data(), nan.data(), 1, p);
     }
     cache.append(K.data(), V.data(), cached, 0);
-    const Slice slice{&sequence, 0, n, p0, Logits::all};
-    const KvView view{
-        0, reach ? reach : far, reach ? K.data() + p0 * width : nullptr, reach ? V.data() + p0 * width : nullptr};
+    const Slice slice{&sequence, 0, n, p0, Logits::all, 0, sequence.caches, 0, n};
+    std::vector<Index> own(static_cast<std::size_t>(n));
+    std::iota(own.begin(), own.end(), 0);
+    const KvView view{0, reach ? reach : far, reach ? K.data() + p0 * width : nullptr,
+        reach ? V.data() + p0 * width : nullptr, nullptr, nullptr, own.data()};
     const Index b = query_tile(c.group(), view.reach), rows = b * c.group(), dh = c.head_dim;
     AttentionScratch t(arena, rows, dh);
     if (poison) std::fill_n(t.q, rows * (2 * dh + key_tile + 2) + key_tile * dh, std::nanf(""));
