@@ -1621,6 +1621,7 @@ class CudaEngine final : public Engine {
   void project_global(const Plan::Loop& loop);
   bool keep_wanted_rows();
   void layer(const Place& place);
+  void end_loop(const Plan::Loop&) {}  // every row runs every loop: --halt is the CPU's
 
  private:
   friend struct CudaEngineProbe;  // the hardware check moves sequences ahead without running them
