@@ -527,7 +527,7 @@ __global__ void __launch_bounds__(512) read_all(const uint4* p, Index count, uin
   uint32_t sum = 0;
   for (Index i = Index(blockIdx.x) * 512 + threadIdx.x; i + 7 * threads < count; i += 8 * threads) {
     uint4 v[8];
-    UNROLL for (int j = 0; j < 8; ++j) v[j] = load_once(p + i + j * threads);
+    UNROLL for (int j = 0; j < 8; ++j) v[j] = load_here(p + i + j * threads);
     UNROLL for (int j = 0; j < 8; ++j) sum ^= v[j].x ^ v[j].y ^ v[j].z ^ v[j].w;
   }
   if (sum == 0x12345678) *sink = sum;  // so that the loads are needed
