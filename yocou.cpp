@@ -17,7 +17,8 @@
 #include <omp.h>
 #endif
 #ifdef __F16C__
-#define EIGEN_HAS_FP16_C  // which Eigen 3.4 overlooks under GCC
+// Half precision in hardware, which Eigen 3.4 overlooks under GCC.
+#define EIGEN_HAS_FP16_C
 #endif
 
 #include <Eigen/Core>
@@ -166,6 +167,7 @@ inline constexpr int base_width = 4;
 #define YOCOU_EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "default")))
 inline const bool wide = __builtin_cpu_supports("x86-64-v4");
 #else
+/// The same where there is nothing to pick from: one.
 #define YOCOU_EACH_PROCESSOR
 inline constexpr bool wide = false;
 #endif

@@ -545,8 +545,8 @@ class MappedFile {
   std::string_view text() const { return {static_cast<const char*>(p_), size_}; }  ///< its bytes
 
  private:
-  void* p_ = nullptr;
-  std::size_t size_ = 0;
+  void* p_ = nullptr;     ///< where it is mapped
+  std::size_t size_ = 0;  ///< its bytes
 };
 
 /// A tensor as the file's header lists it; offsets count from the end of the header.

@@ -1488,7 +1488,7 @@ TEST_CASE("cli: show, cost, verify, bench and trace as JSON", "[cli][portable]")
                                   "prefill_crossover_N", "kv_big_o", "prefill_big_o", "decode_big_o"};
   const Json costs = good_json({"cost", "--json", "-N", "1,256,257,16384,65536,262144"});
   has_keys(costs, {"rows"});
-  CHECK(costs["rows"].size() == 7 * 6);
+  CHECK(costs["rows"].size() == 8 * 6);
   for (const Json& row : costs["rows"]) has_keys(row, cost_keys, cost_more);
   const std::vector<std::int64_t> published = {
       31981568, 31981568, 32505856, std::int64_t{62} << 20, std::int64_t{158} << 20, std::int64_t{542} << 20};
@@ -1617,7 +1617,7 @@ TEST_CASE("cli: cost of any model", "[cli][cost]") {
   SECTION("without --arch, those that take the sizes") {
     std::set<std::string> odd;
     for (const Json& row : rows({"--layers", "3", "-N", "1"})) odd.insert(row["arch"]);
-    CHECK(odd == std::set<std::string>{"transformer", "ut"});
+    CHECK(odd == std::set<std::string>{"parscale", "transformer", "ut"});
   }
   SECTION("--explain adds up to the figures") {
     for (const Words& what : std::vector<Words>{{"--arch", "yoco-u"}, {"--arch", "upper-loop-unshared", "--loops", "4"},
