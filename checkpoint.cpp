@@ -58,9 +58,13 @@ const Arch* find_arch(const std::string& name) {
 
 Index looped_stage(const Config& c) {
   const Arch* arch = find_arch(c.arch);
-  const auto marked = [&](const Stage& s) { return arch ? arch->parts[&s - c.stages.data()].looped : s.loops > 1; };
-  if (std::ranges::count_if(c.stages, marked) != 1) return -1;
-  return std::ranges::find_if(c.stages, marked) - c.stages.begin();
+  Index found = -1, count = 0;
+  for (Index s = 0; s < std::ssize(c.stages); ++s) {
+    const bool marked = arch ? s < std::ssize(arch->parts) && arch->parts[s].looped : c.stages[s].loops > 1;
+    if (marked) found = s;
+    count += marked;
+  }
+  return count == 1 ? found : -1;
 }
 
 Index set_loops(Config& c, Index T) {
